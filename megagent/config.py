@@ -1,0 +1,138 @@
+"""The typed configuration: one dataclass for each Hydra group, and `Config` that holds them all.
+
+Defaults are the seed recipe (WebShop, GiGPO); configs/ holds the groups and experiments that override them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ModelConfig:
+    path: str = "Qwen/Qwen2.5-1.5B-Instruct"  # a Hugging Face folder, a hub id, or builtin:webshop_tiny
+    dtype: str = "bf16"  # fp32 | bf16, of the parameters in training and rollout
+
+
+@dataclass
+class ParallelConfig:
+    tp: int = 1  # tensor-parallel ranks
+    pp: int = 1  # pipeline stages
+    dp: int = 1  # data-parallel replicas
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass
+class RolloutConfig:
+    tp: int = 1  # vLLM tensor-parallel ranks
+    n: int = 1  # samples of the engine for one prompt; groups are sampled by env.rollout.n, so it stays 1
+    temperature: float = 1.0
+    max_prompt_tokens: int = 4096
+    max_response_tokens: int = 512
+    max_sequences: int = 256  # sequences that the engine decodes at once
+    memory_fraction: float = 0.5  # CUDA: share of the device memory for weights and KV cache
+    kv_cache_gib: int = 1  # CPU: size of the KV cache
+    enforce_eager: bool = False
+    sync_dir: str = "/dev/shm"  # where weights pass from trainer to engine; a shared folder if they are on other nodes
+
+
+@dataclass
+class AlgoConfig:
+    estimator: str = "gigpo"  # gigpo | grpo
+    norm: str = "mean_norm"  # mean_norm | mean_std_norm
+    gamma: float = 0.95  # discount of an episode's steps
+    step_weight: float = 1.0  # weight w of the step advantage in gigpo
+    clip: float = 0.2
+    entropy_coef: float = 0.001
+    kl_coef: float = 0.01  # KL to the reference, in the loss
+    kl_estimator: str = "low_var_kl"  # low_var_kl
+    invalid_action_penalty: float = 0.1
+
+
+@dataclass
+class EnvRolloutConfig:
+    n: int = 8  # episodes of one task: the size of a group
+
+
+@dataclass
+class EnvConfig:
+    name: str = "webshop"
+    catalog: str = "embedded"  # embedded, or a folder with the original's files
+    prompt: str = "webshop"  # webshop | webshop_compact
+    max_steps: int = 15
+    history_length: int = 2
+    page_size: int = 10  # products on a results page
+    success_reward: float = 10.0
+    workers: int = 2  # Ray actors that host the environments
+    step_timeout_s: float = 60.0
+    rollout: EnvRolloutConfig = field(default_factory=EnvRolloutConfig)
+
+
+@dataclass
+class TrainerConfig:
+    iterations: int = 150
+    tasks_per_iteration: int = 16
+    mini_batch_rows: int = 64  # rows (steps) of one optimizer step, over all data-parallel ranks
+    micro_batch_rows: int = 4  # rows of one forward-backward on one rank
+    log_prob_micro_batch_rows: int = 8  # rows of one forward without gradients on one rank
+    epochs: int = 1
+    lr: float = 1e-6
+    lr_warmup_steps: int = 0  # optimizer steps
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    clip_grad: float = 1.0
+    test_freq: int = 5  # iterations between validations
+    val_tasks: int = 128
+    val_temperature: float = 0.4
+    val_greedy: bool = False  # also validate at temperature 0
+    save_freq: int = 0  # iterations between checkpoints; 0 saves at the end only
+    seed: int = 0
+    run_dir: str = "runs/${experiment_name}"
+    resume: bool = False  # continue from the newest checkpoint in run_dir
+
+
+@dataclass
+class SftConfig:
+    episodes: int = 800  # scripted episodes
+    steps: int = 1714  # optimizer steps
+    batch_rows: int = 8
+    lr: float = 2e-3
+    warmup_steps: int = 50
+    prompt_weight: float = 0.1  # loss weight of a prompt token; a response token weighs 1
+    short_prompt_fraction: float = 0.65  # first share of the steps, on prompts without history
+    output: str = "runs/sft"  # where the warm-started Hugging Face model goes
+
+
+@dataclass
+class ClusterConfig:
+    platform: str = "auto"  # auto | cpu | cuda
+    nodes: int = 1
+    gpus_per_node: int = 8
+    ray_address: str = "local"  # local starts Ray in this process; else host:port
+    timeout_s: float = 1800.0  # deadline of any single call to a rank or an engine
+    threads: int = 1  # CPU: threads of each rank and of each engine worker
+
+
+@dataclass
+class LoggerConfig:
+    console: bool = True
+    tensorboard: bool = True
+    episodes: int = 8  # validation episodes recorded each time
+
+
+@dataclass
+class Config:
+    experiment_name: str = "webshop_gigpo"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
