@@ -27,7 +27,8 @@ class ParallelConfig:
 
 @dataclass
 class RolloutConfig:
-    tp: int = 1  # vLLM tensor-parallel ranks
+    tp: int = 1  # vLLM tensor-parallel ranks of one engine
+    engines: int = 1  # engines that share the prompts; on CUDA they share the GPUs of the ranks
     n: int = 1  # samples of the engine for one prompt; groups are sampled by env.rollout.n, so it stays 1
     temperature: float = 1.0
     max_prompt_tokens: int = 4096
@@ -67,7 +68,8 @@ class EnvConfig:
     page_size: int = 10  # products on a results page
     success_reward: float = 10.0
     workers: int = 2  # Ray actors that host the environments
-    step_timeout_s: float = 60.0
+    start_timeout_s: float = 600.0  # deadline for opening the catalogue
+    step_timeout_s: float = 60.0  # deadline of one reset or step
     rollout: EnvRolloutConfig = field(default_factory=EnvRolloutConfig)
 
 

@@ -1,0 +1,73 @@
+"""The vLLM engines as Ray actors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+
+from megagent.cluster.calls import answer, wait_all
+from megagent.cluster.placement import Placement
+from megagent.config import Config
+
+if TYPE_CHECKING:
+    from megagent.rollout.engine import Generation, Sampling
+
+
+@ray.remote(max_concurrency=4096)
+class EngineActor:
+    """Hosts one `megagent.rollout.engine.VllmEngine`; vLLM is imported here and nowhere on the driver."""
+
+    async def start(self, config: Config) -> None:
+        from megagent.rollout.engine import VllmEngine
+
+        self.engine = VllmEngine(config)
+        await self.engine.start()
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Generation:
+        return await self.engine.generate(prompt_ids, sampling)
+
+    async def receive_weights(self, path: str, version: int) -> int:
+        await self.engine.receive_weights(Path(path), version)
+        return self.engine.version
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+class EngineGroup:
+    """`rollout.engines` engines with the same weights; an episode stays with one of them, for its cached prefix."""
+
+    def __init__(self, config: Config, placement: Placement) -> None:
+        self.timeout_s = config.cluster.timeout_s
+        self.actors: list[ActorHandle] = [
+            EngineActor.options(**placement.engine_options(index)).remote() for index in range(config.rollout.engines)
+        ]
+        self.starting = self._calls("start", config)
+
+    def wait_until_started(self) -> None:
+        """Engines start while the ranks do; this is where the run needs them."""
+        wait_all(self.starting, "start of the engines", self.timeout_s)
+
+    async def generate(self, slot: int, prompt_ids: list[int], sampling: Sampling) -> Generation:
+        """One response to one prompt, for the episode in `slot`."""
+        index = slot % len(self.actors)
+        call = self.actors[index].generate.remote(prompt_ids, sampling)
+        return await answer(call, f"engine {index}", "generation", self.timeout_s)
+
+    def receive_weights(self, path: Path, version: int) -> list[int]:
+        """Take over the weights in a safetensors file of full Hugging Face tensors; the version each engine has now."""
+        return list(wait_all(self._calls("receive_weights", str(path), version), "weight sync", self.timeout_s).values())
+
+    def close(self) -> None:
+        """End the engines and the processes that they started."""
+        try:
+            wait_all(self._calls("close"), "end of the engines", 10.0)
+        finally:
+            for actor in self.actors:
+                ray.kill(actor, no_restart=True)
+
+    def _calls(self, method: str, *arguments: Any) -> dict[str, ray.ObjectRef]:
+        return {f"engine {i}": getattr(actor, method).remote(*arguments) for i, actor in enumerate(self.actors)}

@@ -1,0 +1,111 @@
+"""The Megatron ranks as Ray actors: one process a rank, all of them called together."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray.actor import ActorHandle
+
+from megagent.batch import Jagged, StepBatch
+from megagent.cluster.calls import wait_all
+from megagent.cluster.placement import Placement
+from megagent.config import Config
+
+
+@ray.remote
+class RankActor:
+    """Hosts one `megagent.parallel.rank.Rank`; Megatron is imported here and nowhere on the driver."""
+
+    def __init__(self) -> None:
+        self.rank: Any = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """The address and a free port of this process' node, where rank 0 will listen."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def setup(self, config: Config, rank: int, world: int, master: str, port: int) -> None:
+        from megagent.parallel.rank import Rank
+
+        self.rank = Rank(config, rank, world, master, port)
+        self.rank.setup()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.rank, method)(*arguments)
+
+
+class RankGroup:
+    """Actor and reference policy over TP x PP x DP ranks.
+
+    The rows of a batch go to the data-parallel replicas in equal contiguous parts; every tensor and pipeline rank of a
+    replica gets the same part.
+    """
+
+    def __init__(self, config: Config, placement: Placement) -> None:
+        self.config = config
+        self.timeout_s = config.cluster.timeout_s
+        self.actors: list[ActorHandle] = [
+            RankActor.options(**placement.rank_options(rank)).remote() for rank in range(config.parallel.world)
+        ]
+        world = len(self.actors)
+        address = wait_all({"rank 0": self.actors[0].rendezvous.remote()}, "start of the ranks", self.timeout_s)
+        master, port = address["rank 0"]
+        calls = {
+            f"rank {rank}": actor.setup.remote(config, rank, world, master, port)
+            for rank, actor in enumerate(self.actors)
+        }
+        wait_all(calls, "start of the ranks", self.timeout_s)
+
+    def replica_of(self, rank: int) -> int:
+        """The data-parallel replica of a rank, in Megatron's order tp, dp, pp (tp fastest)."""
+        return rank // self.config.parallel.tp % self.config.parallel.dp
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        calls = {f"rank {rank}": actor.call.remote(method, *arguments) for rank, actor in enumerate(self.actors)}
+        return list(wait_all(calls, method, self.timeout_s).values())
+
+    def _call_on_rows(self, method: str, rows: StepBatch, *arguments: Any) -> list[Any]:
+        parts = [ray.put(part) for part in rows.split(self.config.parallel.dp)]
+        calls = {
+            f"rank {rank}": actor.call.remote(method, parts[self.replica_of(rank)], *arguments)
+            for rank, actor in enumerate(self.actors)
+        }
+        return list(wait_all(calls, method, self.timeout_s).values())
+
+    def log_probs(self, rows: StepBatch, model: Literal["actor", "reference"]) -> dict[str, Jagged]:
+        """Log-probs and entropy of every response token by teacher forcing: Jagged over responses, each."""
+        answers = self._call_on_rows("log_probs", rows, model)
+        by_replica = {self.replica_of(rank): answer for rank, answer in enumerate(answers) if answer is not None}
+        parts = [by_replica[replica] for replica in range(self.config.parallel.dp)]
+        return {name: Jagged.concat([part[name] for part in parts]) for name in parts[0]}
+
+    def update(self, rows: StepBatch) -> dict[str, float]:
+        """One PPO update over all mini-batches of `rows`; its metrics, the same on every rank."""
+        return next(answer for answer in self._call_on_rows("update", rows) if answer)
+
+    def supervised_update(self, rows: StepBatch) -> dict[str, float]:
+        """One optimizer step of the weighted next-token loss."""
+        return next(answer for answer in self._call_on_rows("supervised_update", rows) if answer)
+
+    def publish_weights(self, path: Path, version: int) -> None:
+        """Write the full Hugging Face tensors of the actor into one safetensors file."""
+        self._call("publish_weights", str(path), version)
+
+    def save(self, folder: Path, iteration: int) -> None:
+        self._call("save", str(folder), iteration)
+
+    def load(self, folder: Path) -> int:
+        """Load the newest checkpoint under `folder`; the iteration after which it was written."""
+        return int(self._call("load", str(folder))[0])
+
+    def export_hf(self, folder: Path) -> None:
+        self._call("export_hf", str(folder))
+
+    def close(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)

@@ -1,0 +1,110 @@
+"""The agent loop: every episode is a coroutine that talks to its environment and to the engine in turn.
+
+Episodes do not wait for each other, so a slow answer or a long response holds up its own episode only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from megagent.config import Config
+from megagent.envs.base import Observation, StepResult, Task
+from megagent.rollout.engine import Generation, Sampling
+from megagent.rollout.episode import Episode, Step
+from megagent.rollout.memory import History
+from megagent.rollout.projection import project
+from megagent.rollout.prompts import PromptBuilder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Engines(Protocol):
+    async def generate(self, slot: int, prompt_ids: list[int], sampling: Sampling) -> Generation: ...
+
+
+class Environments(Protocol):
+    async def reset(self, slot: int, task: Task) -> Observation: ...
+
+    async def step(self, slot: int, action: str) -> StepResult: ...
+
+
+class Collector:
+    """Plays episodes with the policy that the engines hold."""
+
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, engines: Engines, environments: Environments
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.engines = engines
+        self.environments = environments
+        self.prompts = PromptBuilder(config.env, config.rollout, tokenizer)
+
+    def collect(
+        self,
+        tasks: Sequence[Task],
+        episodes_per_task: int,
+        temperature: float,
+        seed: int,
+        progress: Callable[[int], None] = lambda episodes: None,
+    ) -> list[Episode]:
+        """Play `episodes_per_task` episodes of every task, those of a task after each other in the result.
+
+        seed: decides every sampled token, given the weights. progress: called with 1 as each episode ends.
+        Raises what an environment or engine raised first; the other episodes are dropped then, not scored.
+        """
+        plan = [(task, number) for task in tasks for number in range(episodes_per_task)]
+        return asyncio.run(self._collect(plan, temperature, seed, progress))
+
+    async def _collect(
+        self, plan: list[tuple[Task, int]], temperature: float, seed: int, progress: Callable[[int], None]
+    ) -> list[Episode]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [
+                    group.create_task(self._play(slot, Episode(task, f"{task.uid}/{seed}/{number}"), temperature, seed))
+                    for slot, (task, number) in enumerate(plan)
+                ]
+                for episode in running:
+                    episode.add_done_callback(lambda _: progress(1))
+        except BaseExceptionGroup as failures:
+            # Many episodes tend to fail of one cause (an engine that died); the first says which.
+            raise failures.exceptions[0] from None
+        return [episode.result() for episode in running]
+
+    async def _play(self, slot: int, episode: Episode, temperature: float, seed: int) -> Episode:
+        observation = await self.environments.reset(slot, episode.task)
+        history = History(self.config.env.history_length)
+        for index in range(self.config.env.max_steps):
+            prompt_ids = self.prompts.build(observation, history)
+            sampling = Sampling(
+                temperature=temperature,
+                max_tokens=self.config.rollout.max_response_tokens,
+                seed=zlib.crc32(f"{episode.traj_uid}/{index}".encode()),
+            )
+            generation = await self.engines.generate(slot, prompt_ids, sampling)
+            text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+            projection = project(text, observation.admissible)
+            result = await self.environments.step(slot, projection.action)
+            episode.steps.append(
+                Step(
+                    page=observation.page,
+                    prompt_ids=prompt_ids,
+                    response_ids=generation.token_ids,
+                    log_probs=generation.log_probs,
+                    text=text,
+                    action=projection.action,
+                    valid=projection.valid,
+                    reward=result.reward,
+                )
+            )
+            history.add(observation.page, projection.action)
+            observation = result.observation
+            if result.done:
+                episode.won, episode.score, episode.finished = result.won, result.score, True
+                break
+        return episode

@@ -1,0 +1,120 @@
+"""What an agent reads before it acts: prompt styles, and the builder that turns one into token ids.
+
+A style is a function of the observation and the remembered steps; `PROMPTS` names them. Adding one is one function and
+one entry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from megagent.config import EnvConfig, RolloutConfig
+from megagent.envs.base import Observation
+from megagent.errors import ConfigError, MegagentError
+from megagent.rollout.memory import History
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEPARATOR = " [SEP] "
+
+
+def webshop(observation: Observation, history: History) -> str:
+    """The seed recipe's prompt: role, task, last steps, page, admissible actions, and the form of the reply."""
+    actions = "\n".join(f"'{action}'," for action in observation.admissible)
+    steps = history.last()
+    if steps:
+        first = history.taken - len(steps) + 1
+        lines = "\n".join(
+            f"[Observation {number}: '{step.page}', Action {number}: '{step.action}']"
+            for number, step in enumerate(steps, start=first)
+        )
+        past = (
+            f"So far you have taken {history.taken} step(s). The most recent {len(steps)} observation(s) and the "
+            f"action(s) you took on them:\n{lines}\n"
+            f"You are now at step {history.taken + 1}. "
+        )
+    else:
+        past = ""
+    return (
+        "\nYou are an expert agent that shops on its own in the WebShop e-commerce environment.\n"
+        f"Your task is: {observation.task}.\n"
+        f"{past}You now see this page: {observation.page}.\n"
+        f"The actions you can take here are:\n[\n{actions}\n].\n"
+        "\n"
+        "Choose one action for this step.\n"
+        "First think step by step about the page and the task, inside <think> </think> tags. "
+        "Then give exactly one of the actions above, inside <action> </action> tags.\n"
+    )
+
+
+def webshop_compact(observation: Observation, history: History) -> str:
+    """A short prompt for tiny models: lower case, admissible actions marked in place on the page, past actions only.
+
+    `click[red]` on the page is both the text "red" and the action that it offers, so each value costs its tokens once
+    and is copied into the reply as it stands. Actions that are no text of the page follow it.
+    """
+    offered = {action.lower(): None for action in observation.admissible}
+    segments = []
+    for segment in _segments(observation.page.lower()):
+        action = f"click[{segment}]"
+        segments.append(action if action in offered else segment)
+        offered.pop(action, None)
+    if any(action.startswith("search[") for action in offered):
+        # The button named after the box does nothing in WebShop; the box is what the model needs to see.
+        segments = [segment for segment in segments if segment not in ("search", "click[search]")]
+        offered.pop("click[search]", None)
+    page = SEPARATOR.join([*segments, *offered])
+    past = "".join(f"{step.action}\n" for step in history.last())
+    return f"{observation.task.lower()}\n{past}{page}\n"
+
+
+def _segments(page: str) -> list[str]:
+    """The text nodes of a page: split at the separator, without the quotes that wrap each."""
+    return [re.sub(r"^'(.*)'$", r"\1", segment, flags=re.DOTALL) for segment in page.split(SEPARATOR)]
+
+
+PromptStyle = Callable[[Observation, History], str]
+
+PROMPTS: Mapping[str, PromptStyle] = MappingProxyType({"webshop": webshop, "webshop_compact": webshop_compact})
+
+
+class PromptBuilder:
+    """Turns an observation and a history into the token ids that the engine reads.
+
+    Raises ConfigError when env.prompt names no style.
+    """
+
+    def __init__(self, env: EnvConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        if env.prompt not in PROMPTS:
+            raise ConfigError([f"env.prompt={env.prompt}: no such prompt style; use one of {', '.join(PROMPTS)}"])
+        self._style = PROMPTS[env.prompt]
+        self._limit = rollout.max_prompt_tokens
+        self._tokenizer = tokenizer
+        self._uses_chat = bool(getattr(tokenizer, "chat_template", None))
+
+    def build(self, observation: Observation, history: History) -> list[int]:
+        """Token ids of the prompt, at most rollout.max_prompt_tokens of them.
+
+        A prompt that is too long is built again without its history. Raises MegagentError if it is too long even so.
+        """
+        token_ids = self.encode(self._style(observation, history))
+        if len(token_ids) > self._limit and history.last():
+            token_ids = self.encode(self._style(observation, History(0)))
+        if len(token_ids) > self._limit:
+            raise MegagentError(
+                f"a prompt of {len(token_ids)} tokens (without history) is longer than rollout.max_prompt_tokens="
+                f"{self._limit}. Set rollout.max_prompt_tokens={len(token_ids)} or more, or show fewer products on a "
+                "page (env.page_size)."
+            )
+        return token_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one user message, through the chat template if the tokenizer has one."""
+        if self._uses_chat:
+            message = [{"role": "user", "content": text}]
+            text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,126 @@
+"""The agent loop against an engine and environments that live in this process and answer by rule."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from megagent.config import Config
+from megagent.envs.base import Observation, StepResult, Task
+from megagent.errors import InfrastructureError
+from megagent.rollout.collector import Collector
+from megagent.rollout.engine import Generation, Sampling
+from megagent.rollout.episode import step_rows
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(index) for index in ids)
+
+
+class Script:
+    """An engine that writes the same reply to everybody, after giving way to the other episodes."""
+
+    def __init__(self, reply: str) -> None:
+        self.reply = reply
+        self.samplings: list[Sampling] = []
+
+    async def generate(self, slot: int, prompt_ids: list[int], sampling: Sampling) -> Generation:
+        self.samplings.append(sampling)
+        await asyncio.sleep(0)
+        ids = [ord(character) for character in self.reply]
+        return Generation(token_ids=ids, log_probs=[-0.5] * len(ids), finish_reason="stop")
+
+
+class Counters:
+    """Environments whose episode in slot k ends after k + 1 steps; an odd slot wins."""
+
+    def __init__(self, fails_in_slot: int | None = None) -> None:
+        self.steps: dict[int, int] = {}
+        self.fails_in_slot = fails_in_slot
+
+    def observe(self, slot: int) -> Observation:
+        return Observation(task="count", page=f"page {self.steps[slot]}", admissible=("click[next]",))
+
+    async def reset(self, slot: int, task: Task) -> Observation:
+        self.steps[slot] = 0
+        return self.observe(slot)
+
+    async def step(self, slot: int, action: str) -> StepResult:
+        if slot == self.fails_in_slot:
+            raise InfrastructureError("env.name=counters: step of task t1 raised ValueError: broken.")
+        self.steps[slot] += 1
+        done = self.steps[slot] == slot + 1
+        won = done and slot % 2 == 1
+        return StepResult(self.observe(slot), reward=10.0 if won else 0.0, done=done, won=won, score=float(won))
+
+
+TASKS = [Task(uid=f"t{index}", split="train", key=str(index)) for index in range(2)]
+GOOD = "<think>on</think><action>click[next]</action>"
+
+
+def collector(reply: str, environments: Counters, max_steps: int = 3) -> tuple[Collector, Script]:
+    config = Config()
+    config.env.max_steps = max_steps
+    engine = Script(reply)
+    return Collector(config, Letters(), engine, environments), engine  # type: ignore[arg-type]
+
+
+def test_episodes_end_when_the_environment_says_so_or_at_max_steps() -> None:
+    play, _ = collector(GOOD, Counters())
+    episodes = play.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0)
+    assert [len(episode.steps) for episode in episodes] == [1, 2, 3, 3]
+    assert [episode.finished for episode in episodes] == [True, True, True, False]
+    assert [episode.won for episode in episodes] == [False, True, False, False]
+    assert [episode.task.uid for episode in episodes] == ["t0", "t0", "t1", "t1"]
+
+
+def test_rows_hold_only_steps_that_were_played() -> None:
+    play, _ = collector(GOOD, Counters())
+    rows = step_rows(play.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0))
+    assert len(rows) == 1 + 2 + 3 + 3
+    assert rows["step_index"].tolist() == [0, 0, 1, 0, 1, 2, 0, 1, 2]
+    assert rows["rewards"].tolist() == [0, 0, 10, 0, 0, 0, 0, 0, 0]
+    assert rows["episode_rewards"].tolist() == [0, 10, 10, 0, 0, 0, 0, 0, 0]
+    assert list(rows["anchor_obs"][:3]) == ["page 0", "page 0", "page 1"]
+    assert rows["responses"].lengths.tolist() == [len(GOOD)] * 9
+    assert torch.all(rows["rollout_log_probs"].values == -0.5)
+
+
+def test_an_action_the_page_does_not_offer_is_marked_invalid() -> None:
+    play, _ = collector("<think>on</think><action>click[buy now]</action>", Counters())
+    rows = step_rows(play.collect(TASKS, episodes_per_task=1, temperature=1.0, seed=0))
+    assert not rows["is_action_valid"].any()
+
+
+def test_every_step_samples_with_its_own_seed_and_a_repeated_run_with_the_same() -> None:
+    first, engine = collector(GOOD, Counters())
+    first.collect(TASKS, episodes_per_task=2, temperature=0.7, seed=5)
+    again, repeated = collector(GOOD, Counters())
+    again.collect(TASKS, episodes_per_task=2, temperature=0.7, seed=5)
+    seeds = [sampling.seed for sampling in engine.samplings]
+    assert len(set(seeds)) == len(seeds) == 9
+    assert sorted(seeds) == sorted(sampling.seed for sampling in repeated.samplings)
+    assert {sampling.temperature for sampling in engine.samplings} == {0.7}
+
+
+def test_an_environment_that_raises_ends_the_rollout_and_scores_nothing() -> None:
+    play, _ = collector(GOOD, Counters(fails_in_slot=1))
+    with pytest.raises(InfrastructureError, match="raised ValueError: broken"):
+        play.collect(TASKS, episodes_per_task=1, temperature=1.0, seed=0)
+
+
+def test_progress_counts_every_episode_once() -> None:
+    play, _ = collector(GOOD, Counters())
+    done: list[int] = []
+    play.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0, progress=done.append)
+    assert sum(done) == 4
