@@ -134,9 +134,10 @@ class Jagged:
 
     def sums(self) -> Tensor:
         """[rows]: sum of each row's values, 0 for an empty row. Integers and booleans are summed as int64."""
-        dtype = self.dtype if self.dtype.is_floating_point else torch.int64
-        total = torch.zeros(len(self), dtype=dtype, device=self.device)
-        return total.index_add_(0, self.row_of_token, self.values.to(dtype))
+        if self.dtype.is_floating_point:
+            return torch.segment_reduce(self.values, "sum", lengths=self.lengths, unsafe=True, initial=0)
+        total = torch.zeros(len(self), dtype=torch.int64, device=self.device)
+        return total.index_add_(0, self.row_of_token, self.values.to(torch.int64))
 
     def to(self, target: torch.dtype | torch.device | str) -> Jagged:
         """The same rows in another dtype or on another device."""

@@ -138,3 +138,10 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+def as_yaml(config: Config) -> str:
+    """The configuration as YAML, every reference resolved, in the order of the schema."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megagent.config import Config
 from megagent.config_check import Command, Faults, check
 from megagent.errors import ConfigError
+from megagent.model_source import model_folder as model_folder
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
@@ -54,13 +55,6 @@ def read(overrides: Sequence[str]) -> tuple[Config, Faults]:
     for key, value in edits:
         _put(tree, key, value)
     return _typed(tree, faults), faults
-
-
-def as_yaml(config: Config) -> str:
-    """The resolved configuration as YAML, in the schema's order."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,7 +119,7 @@ def _choice(override: Override, options: list[str], faults: Faults) -> str | Non
     if option in options:
         return f"{group}={option}"
     hint = _did_you_mean(str(option), options)
-    faults.add(f"{group}={option}: configs/{group} has no such choice{hint}; it has {', '.join(options)}", group)
+    faults.add(f"{group}={_show(option)}: configs/{group} has no such choice{hint}; it has {', '.join(options)}", group)
     return None
 
 
@@ -173,7 +167,6 @@ def _typed(tree: dict[str, Any], faults: Faults) -> Config:
             continue
         try:
             OmegaConf.update(typed, key, value)
-            OmegaConf.select(typed, key, throw_on_missing=True)
         except OmegaConfBaseException:
             faults.add(f"{key}={_show(value)}: must be {KIND[kinds[key]]}", key)
             OmegaConf.update(typed, key, OmegaConf.select(OmegaConf.structured(Config), key))
@@ -195,13 +188,11 @@ def _typed(tree: dict[str, Any], faults: Faults) -> Config:
 
 
 def _leaves(tree: Mapping[str, Any], kinds: Mapping[str, type], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of the tree; goes down into sections of the schema, yields anything else whole."""
+    """(dotted key, value) of the tree; a mapping in the place of a value is yielded whole."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         is_section = any(known.startswith(f"{key}.") for known in kinds)
-        if is_section and isinstance(value, Mapping):
-            yield from _leaves(value, kinds, f"{key}.")
-        elif key not in kinds and isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and (is_section or (value and key not in kinds)):
             yield from _leaves(value, kinds, f"{key}.")
         else:
             yield key, value

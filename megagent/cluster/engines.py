@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 from megagent.cluster.calls import answer, wait_all
 from megagent.cluster.placement import Placement
 from megagent.config import Config
+from megagent.model_source import model_folder
 
 if TYPE_CHECKING:
     from megagent.rollout.engine import Generation, Sampling
@@ -23,7 +24,7 @@ class EngineActor:
     async def start(self, config: Config) -> None:
         from megagent.rollout.engine import VllmEngine
 
-        self.engine = VllmEngine(config)
+        self.engine = VllmEngine(config, model_folder(config.model.path))
         await self.engine.start()
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Generation:

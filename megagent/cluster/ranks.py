@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,9 @@ from megagent.batch import Jagged, StepBatch
 from megagent.cluster.calls import wait_all
 from megagent.cluster.placement import Placement
 from megagent.config import Config
+from megagent.model_source import model_folder
+
+Task = Literal["rl", "sft"]  # decides the learning rate and its schedule
 
 
 @ray.remote
@@ -29,10 +33,12 @@ class RankActor:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
 
-    def setup(self, config: Config, rank: int, world: int, master: str, port: int) -> None:
+    def setup(self, config: Config, rank: int, master: str, port: int, task: Task) -> None:
         from megagent.parallel.rank import Rank
 
-        self.rank = Rank(config, rank, world, master, port)
+        # A hub model lies at another path on every node.
+        model = replace(config.model, path=str(model_folder(config.model.path)))
+        self.rank = Rank(replace(config, model=model), rank, config.parallel.world, master, port, task)
         self.rank.setup()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -46,17 +52,16 @@ class RankGroup:
     replica gets the same part.
     """
 
-    def __init__(self, config: Config, placement: Placement) -> None:
+    def __init__(self, config: Config, placement: Placement, task: Task = "rl") -> None:
         self.config = config
         self.timeout_s = config.cluster.timeout_s
         self.actors: list[ActorHandle] = [
             RankActor.options(**placement.rank_options(rank)).remote() for rank in range(config.parallel.world)
         ]
-        world = len(self.actors)
         address = wait_all({"rank 0": self.actors[0].rendezvous.remote()}, "start of the ranks", self.timeout_s)
         master, port = address["rank 0"]
         calls = {
-            f"rank {rank}": actor.setup.remote(config, rank, world, master, port)
+            f"rank {rank}": actor.setup.remote(config, rank, master, port, task)
             for rank, actor in enumerate(self.actors)
         }
         wait_all(calls, "start of the ranks", self.timeout_s)

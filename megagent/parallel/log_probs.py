@@ -1,8 +1,8 @@
 """Log-probability and entropy of tokens whose logits are split over the tensor-parallel ranks by vocabulary.
 
-Every rank reduces its own columns to a few numbers a token, one all-gather shares them, and each rank combines them in
-rank order: no rank sees the whole vocabulary, and all ranks return the same bits. The gradients are written out by hand,
-so that nothing of the size of the logits but the logits themselves is kept between forward and backward.
+Every rank reduces its own columns to a few numbers a token, one all-gather shares them, and each rank combines them
+in rank order: no rank sees the whole vocabulary, and all ranks return the same bits. The gradients are written out by
+hand, so that nothing of the size of the logits but the logits themselves is kept between forward and backward.
 
 With x the logits divided by the temperature, p = softmax(x), H the entropy and t the target:
     d log p_t / d x_j = [j = t] - p_j
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Elements of the logits that are widened to float32 at once; bounds the scratch memory (128 MiB), whatever the batch.
 _CHUNK_ELEMENTS = 1 << 25
@@ -35,9 +36,9 @@ def vocab_parallel_log_probs(
     """Log-probability of each target token.
 
     logits: [..., v / tp] this rank's columns, any float dtype, padded vocabulary included; targets: [...] int64 token
-    ids in [0, vocab); tp_group: the tensor-parallel group, None for a single rank; vocab: number of real entries: columns
-    from there on are padding and have probability 0; temperature divides the logits, as in sampling; consume: the
-    backward pass may overwrite `logits` with their gradient (whoever else needs them then gets autograd's error).
+    ids in [0, vocab); tp_group: the tensor-parallel group, None for a single rank; vocab: number of real entries, the
+    columns from there on are padding and have probability 0; temperature divides the logits, as in sampling; consume:
+    the backward pass may overwrite `logits` with their gradient (whoever else needs them then gets autograd's error).
     Returns [...] float32 (float64 for float64 logits). A target outside [0, vocab) gives NaN, never a plausible number.
     Collective over tp_group; backward is not.
     """
@@ -118,39 +119,41 @@ class _VocabParallel(torch.autograd.Function):
 
         all_parts = parts[None]
         if ranks > 1:
-            # One collective instead of a maximum and a sum: every rank then combines the same numbers in the same order.
+            # One collective instead of a maximum and a sum; every rank then combines the same numbers in one order.
             all_parts = parts.new_empty(ranks, *parts.shape)
-            dist.all_gather_into_tensor(all_parts, parts, group=tp_group)
+            dist.all_gather(list(all_parts), parts, group=tp_group)
         largest = all_parts[:, 0].amax(dim=0)
         offset = all_parts[:, 0] - largest  # [ranks, rows]
         scale = offset.exp()
         sum_exp = (all_parts[:, 1] * scale).sum(dim=0)
-        log_normalizer = largest + sum_exp.log()  # [rows]
-        log_probs = all_parts[:, 3].sum(dim=0) - log_normalizer
+        log_sum_exp = sum_exp.log()  # [rows], of the shifted logits
+        # In this order a large common offset of the logits costs no digits.
+        log_probs = all_parts[:, 3].sum(dim=0).sub_(largest).sub_(log_sum_exp)
         log_probs.masked_fill_((flat_targets < 0) | (flat_targets >= vocab), float("nan"))
         entropy = log_probs.new_empty(0)
         if with_entropy:
             weighted = ((all_parts[:, 2] + all_parts[:, 1] * offset.clamp(min=_LOWEST_SHIFTED)) * scale).sum(dim=0)
-            entropy = sum_exp.log() - weighted / sum_exp
+            entropy = log_sum_exp - weighted / sum_exp
 
-        ctx.save_for_backward(logits, local, mine, log_normalizer, entropy)
+        ctx.save_for_backward(logits, local, mine, largest, log_sum_exp, entropy)
         ctx.valid, ctx.temperature, ctx.consume = valid, temperature, consume
         ctx.set_materialize_grads(False)
         shape = targets.shape
         return log_probs.reshape(shape), entropy.reshape(shape) if with_entropy else entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
-        logits, local, mine, log_normalizer, entropy = ctx.saved_tensors
+        logits, local, mine, largest, log_sum_exp, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 7
         width, valid = logits.shape[-1], ctx.valid
         source = logits.detach().reshape(-1, width)
         grad_logits = source if ctx.consume else torch.empty_like(source)
         for part in _chunks(source.shape[0], valid):
-            log_p = source[part, :valid].to(log_normalizer.dtype, copy=True).div_(ctx.temperature)
-            log_p.sub_(log_normalizer[part, None]).clamp_(min=_LOWEST_SHIFTED)
+            log_p = source[part, :valid].to(largest.dtype, copy=True).div_(ctx.temperature)
+            log_p.sub_(largest[part, None]).sub_(log_sum_exp[part, None]).clamp_(min=_LOWEST_SHIFTED)
             p = log_p.exp()
             if grad_entropy is not None:
                 factor = log_p.add_(entropy[part, None]).mul_(grad_entropy.reshape(-1)[part, None])
@@ -168,7 +171,7 @@ class _VocabParallel(torch.autograd.Function):
 
 
 def _chunks(rows: int, columns: int) -> list[slice]:
-    """Cuts rows so that one piece has at most `_CHUNK_ELEMENTS` elements (but at least one row); none without columns."""
+    """Cuts rows into pieces of at most `_CHUNK_ELEMENTS` elements (but at least one row); none without columns."""
     if columns == 0:
         return []
     step = max(1, _CHUNK_ELEMENTS // columns)

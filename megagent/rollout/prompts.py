@@ -59,7 +59,7 @@ def webshop_compact(observation: Observation, history: History) -> str:
     """
     offered = {action.lower(): None for action in observation.admissible}
     segments = []
-    for segment in _segments(observation.page.lower()):
+    for segment in _segments(observation.page):
         action = f"click[{segment}]"
         segments.append(action if action in offered else segment)
         offered.pop(action, None)
@@ -73,8 +73,8 @@ def webshop_compact(observation: Observation, history: History) -> str:
 
 
 def _segments(page: str) -> list[str]:
-    """The text nodes of a page: split at the separator, without the quotes that wrap each."""
-    return [re.sub(r"^'(.*)'$", r"\1", segment, flags=re.DOTALL) for segment in page.split(SEPARATOR)]
+    """The text nodes of a page in lower case: split at the separator, without the quotes that wrap each."""
+    return [re.sub(r"^'(.*)'$", r"\1", segment.lower(), flags=re.DOTALL) for segment in page.split(SEPARATOR)]
 
 
 PromptStyle = Callable[[Observation, History], str]

@@ -1,0 +1,7 @@
+"""`python -m megagent` is the `megagent` command."""
+
+import sys
+
+from megagent.cli import main
+
+sys.exit(main())

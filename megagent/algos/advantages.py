@@ -1,0 +1,29 @@
+"""The advantage estimators by name. A new one is a function of this signature and one entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from megagent.algos.gigpo import gigpo_advantages
+from megagent.algos.grpo import grpo_advantages
+from megagent.batch import Jagged, StepBatch
+from megagent.errors import MegagentError
+
+if TYPE_CHECKING:
+    from megagent.config import AlgoConfig
+
+# Takes the batch with token_rewards and returns in it; gives one advantage per response token, 0 where no loss is.
+Estimator: TypeAlias = "Callable[[StepBatch, AlgoConfig], Jagged]"
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gigpo": gigpo_advantages,
+    "grpo": grpo_advantages,
+}
+
+
+def estimate_advantages(batch: StepBatch, algo: AlgoConfig) -> StepBatch:
+    """Adds advantages (Jagged float32 over the responses) by the estimator that algo.estimator names."""
+    if algo.estimator not in ESTIMATORS:
+        raise MegagentError(f"algo.estimator={algo.estimator} is unknown; use one of {', '.join(ESTIMATORS)}")
+    return batch.with_columns(advantages=ESTIMATORS[algo.estimator](batch, algo))

@@ -1,0 +1,382 @@
+"""What a configuration must fulfil before anything heavy starts: ranges, names, and values that fit each other.
+
+`check` collects every fault. A combination is judged only if all the keys it is about are sound by themselves, so one
+mistyped number is one line and not five.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megagent.algos.schedule import batch_problems, sft_batch_problems
+from megagent.config import Config
+from megagent.envs.base import WORLDS
+from megagent.errors import ConfigError, MegagentError
+from megagent.model_source import ASSETS, BUILTIN, hf_config_of, local_folder
+from megagent.observe.run_folder import already_holds_run, holds_run
+from megagent.parallel.models import family_of
+from megagent.parallel.models.family import Sizes
+from megagent.rollout.prompts import PROMPTS
+
+Command = Literal["train", "sft"]
+
+
+class Faults:
+    """Faults of one configuration, in the order found, and the keys they are about."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.keys: set[str] = set()
+
+    def add(self, text: str, *keys: str) -> None:
+        """keys: those that are wrong by themselves; nothing more is said about combinations they are part of."""
+        if text not in self.texts:  # two checks may find the same
+            self.texts.append(text)
+        self.keys.update(keys)
+
+    def sound(self, *keys: str) -> bool:
+        """Whether no fault was found so far in any of these keys, or, for a section, in any key of it."""
+        return not any(
+            bad == key or bad.startswith(f"{key}.") or key.startswith(f"{bad}.") for bad in self.keys for key in keys
+        )
+
+    def report(self) -> None:
+        """Raises ConfigError if there is any fault."""
+        if self.texts:
+            raise ConfigError(self.texts)
+
+
+def validate(config: Config, command: Command | None = None) -> None:
+    """Raises ConfigError with all faults of a configuration. command: as for `megagent.config_load.load`."""
+    faults = Faults()
+    check(config, faults, command)
+    faults.report()
+
+
+def check(config: Config, faults: Faults, command: Command | None = None) -> None:
+    """Adds every fault of the configuration to `faults`."""
+    _check_ranges(config, faults)
+    _check_names(config, faults)
+    _check_sampling(config, faults)
+    _check_batches(config, faults, command)
+    _check_model(config, faults, command)
+    _check_cluster(config, faults)
+    _check_catalog(config, faults)
+    _check_lengths_of_training(config, faults)
+    if command is not None:
+        _check_machine(config, faults, command)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values by themselves
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Range:
+    low: float
+    high: float = math.inf
+    above_low: bool = False  # low itself is not allowed
+    below_high: bool = False  # high itself is not allowed
+
+    def holds(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        low = value > self.low if self.above_low else value >= self.low
+        return low and (value < self.high if self.below_high else value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"{'more than' if self.above_low else 'at least'} {self.low:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and {'less than' if self.below_high else 'at most'} {self.high:g}"
+
+
+AT_LEAST_ONE = Range(1)
+NOT_NEGATIVE = Range(0)
+ABOVE_ZERO = Range(0, above_low=True)
+SHARE = Range(0, 1)
+BETA = Range(0, 1, below_high=True)
+
+RANGES: Mapping[str, Range] = {
+    "parallel.tp": AT_LEAST_ONE,
+    "parallel.pp": AT_LEAST_ONE,
+    "parallel.dp": AT_LEAST_ONE,
+    "rollout.tp": AT_LEAST_ONE,
+    "rollout.engines": AT_LEAST_ONE,
+    "rollout.n": AT_LEAST_ONE,
+    "rollout.temperature": ABOVE_ZERO,  # greedy episodes of a group are all the same and teach nothing
+    "rollout.max_prompt_tokens": AT_LEAST_ONE,
+    "rollout.max_response_tokens": AT_LEAST_ONE,
+    "rollout.max_sequences": AT_LEAST_ONE,
+    "rollout.memory_fraction": Range(0, 1, above_low=True),
+    "rollout.kv_cache_gib": AT_LEAST_ONE,
+    "algo.gamma": SHARE,
+    "algo.step_weight": NOT_NEGATIVE,
+    "algo.clip": Range(0, 1, above_low=True, below_high=True),
+    "algo.entropy_coef": NOT_NEGATIVE,
+    "algo.kl_coef": NOT_NEGATIVE,
+    "algo.invalid_action_penalty": NOT_NEGATIVE,
+    "env.max_steps": AT_LEAST_ONE,
+    "env.history_length": NOT_NEGATIVE,
+    "env.page_size": AT_LEAST_ONE,
+    "env.success_reward": ABOVE_ZERO,
+    "env.workers": AT_LEAST_ONE,
+    "env.start_timeout_s": ABOVE_ZERO,
+    "env.step_timeout_s": ABOVE_ZERO,
+    "env.rollout.n": AT_LEAST_ONE,
+    "trainer.iterations": AT_LEAST_ONE,
+    "trainer.tasks_per_iteration": AT_LEAST_ONE,
+    "trainer.mini_batch_rows": AT_LEAST_ONE,
+    "trainer.micro_batch_rows": AT_LEAST_ONE,
+    "trainer.log_prob_micro_batch_rows": AT_LEAST_ONE,
+    "trainer.epochs": AT_LEAST_ONE,
+    "trainer.lr": ABOVE_ZERO,
+    "trainer.lr_warmup_steps": NOT_NEGATIVE,
+    "trainer.weight_decay": NOT_NEGATIVE,
+    "trainer.adam_beta1": BETA,
+    "trainer.adam_beta2": BETA,
+    "trainer.clip_grad": ABOVE_ZERO,
+    "trainer.test_freq": AT_LEAST_ONE,
+    "trainer.val_tasks": AT_LEAST_ONE,
+    "trainer.val_temperature": NOT_NEGATIVE,
+    "trainer.save_freq": NOT_NEGATIVE,
+    "trainer.seed": NOT_NEGATIVE,
+    "sft.episodes": AT_LEAST_ONE,
+    "sft.steps": AT_LEAST_ONE,
+    "sft.batch_rows": AT_LEAST_ONE,
+    "sft.lr": ABOVE_ZERO,
+    "sft.warmup_steps": NOT_NEGATIVE,
+    "sft.prompt_weight": NOT_NEGATIVE,
+    "sft.short_prompt_fraction": SHARE,
+    "cluster.nodes": AT_LEAST_ONE,
+    "cluster.gpus_per_node": AT_LEAST_ONE,
+    "cluster.timeout_s": ABOVE_ZERO,
+    "cluster.threads": AT_LEAST_ONE,
+    "logger.episodes": NOT_NEGATIVE,
+}
+NOT_EMPTY = ("experiment_name", "model.path", "env.catalog", "trainer.run_dir", "sft.output", "rollout.sync_dir")
+
+
+def _check_ranges(config: Config, faults: Faults) -> None:
+    for key, value in values(config):
+        allowed = RANGES.get(key)
+        if allowed is not None and not allowed.holds(value) and faults.sound(key):
+            faults.add(f"{key}={value}: must be a number, {allowed}", key)
+        if key in NOT_EMPTY and not value and faults.sound(key):
+            faults.add(f"{key}: must not be empty", key)
+
+
+def values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a configuration, in the schema's order."""
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from values(value, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, value
+
+
+def _check_names(config: Config, faults: Faults) -> None:
+    found = dict(values(config))
+    choices: dict[str, tuple[str, ...]] = {
+        "model.dtype": ("fp32", "bf16"),
+        "algo.estimator": _estimators(config.algo.estimator),
+        "algo.norm": ("mean_norm", "mean_std_norm"),
+        "algo.kl_estimator": ("low_var_kl",),
+        "env.name": tuple(WORLDS),
+        "env.prompt": tuple(PROMPTS),
+        "cluster.platform": ("auto", "cpu", "cuda"),
+    }
+    for key, names in choices.items():
+        if found[key] not in names and faults.sound(key):
+            faults.add(f"{key}={found[key]}: there is no such choice; use {_listed(list(names), 'or')}", key)
+    _check_address(config, faults)
+
+
+def _estimators(chosen: str) -> tuple[str, ...]:
+    """Names of the advantage estimators. The registry imports torch, so it is asked only for one that is not ours."""
+    if chosen in ("gigpo", "grpo"):
+        return (chosen,)
+    from megagent.algos.advantages import ESTIMATORS
+
+    return tuple(ESTIMATORS)
+
+
+def _check_address(config: Config, faults: Faults) -> None:
+    address = config.cluster.ray_address
+    if (
+        address != "local"
+        and not re.fullmatch(r"(ray://)?[^:/\s]+:\d{1,5}", address)
+        and faults.sound("cluster.ray_address")
+    ):
+        faults.add(
+            f"cluster.ray_address={address}: must be local, or host:port as `ray start --head` prints it",
+            "cluster.ray_address",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values that must fit each other
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_sampling(config: Config, faults: Faults) -> None:
+    n = config.rollout.n
+    if n != 1 and faults.sound("rollout.n"):
+        faults.add(
+            f"rollout.n={n}: groups are sampled by the environment; set env.rollout.n={n} and leave rollout.n=1",
+            "rollout.n",
+        )
+
+
+def _check_batches(config: Config, faults: Faults, command: Command | None) -> None:
+    if not faults.sound("parallel", "trainer", "env"):
+        return
+    for problem in [*batch_problems(config), *(sft_batch_problems(config) if command == "sft" else [])]:
+        faults.add(problem)
+
+
+def _check_model(config: Config, faults: Faults, command: Command | None) -> None:
+    path = config.model.path
+    if not faults.sound("model.path"):
+        return
+    if command == "sft" and path.startswith(BUILTIN):
+        return  # it is about to be made
+    if path.startswith(BUILTIN) and not (ASSETS / path.removeprefix(BUILTIN) / "config.json").exists():  # TEMPORARY
+        return
+    name = path.removeprefix(BUILTIN).rstrip("/").rsplit("/", 1)[-1]
+    try:
+        hf_config = hf_config_of(path, fetch=command is not None)
+        family = family_of(hf_config)
+        sizes = family.sizes(hf_config)
+    except MegagentError as error:
+        faults.add(f"model.path={path}: {error}", "model.path")
+        return
+    for key, degree, problems in (
+        ("parallel.tp", config.parallel.tp, lambda tp: family.problems(hf_config, tp, 1)),
+        ("parallel.pp", config.parallel.pp, lambda pp: family.problems(hf_config, 1, pp)),
+        ("rollout.tp", config.rollout.tp, lambda tp: _rollout_problems(sizes, tp)),
+    ):
+        if faults.sound(key):
+            _check_degree(key, degree, problems, name, faults)
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    context = int(hf_config["max_position_embeddings"])
+    if longest > context and faults.sound("rollout.max_prompt_tokens", "rollout.max_response_tokens"):
+        faults.add(
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_response_tokens="
+            f"{rollout.max_response_tokens}: {name} has {context} positions; lower one of them"
+        )
+
+
+def _check_degree(key: str, degree: int, problems: Callable[[int], list[str]], model: str, faults: Faults) -> None:
+    """Adds why the model cannot be split over `degree` ranks, with the degrees that fit."""
+    found = problems(degree)
+    if found:
+        fits = [str(each) for each in range(1, 65) if not problems(each)]
+        for problem in found:
+            faults.add(f"{problem} ({model}: {key}={_listed(fits, 'or')})")
+
+
+def _rollout_problems(sizes: Sizes, tp: int) -> list[str]:
+    """Every reason why a vLLM engine of tp ranks cannot hold the model; vLLM pads the vocabulary itself."""
+    found = [
+        f"rollout.tp={tp} does not divide the {number} {what}; use one that does"
+        for number, what in ((sizes.heads, "attention heads"), (sizes.ffn, "feed-forward columns"))
+        if number % tp
+    ]
+    if sizes.kv_heads % tp and tp % sizes.kv_heads:
+        found.append(
+            f"rollout.tp={tp} neither divides the {sizes.kv_heads} key/value heads nor is a multiple of them; use one "
+            "that is"
+        )
+    return found
+
+
+def _check_cluster(config: Config, faults: Faults) -> None:
+    cluster, rollout = config.cluster, config.rollout
+    if cluster.nodes > 1 and faults.sound("cluster.nodes", "cluster.ray_address") and cluster.ray_address == "local":
+        faults.add(
+            f"cluster.nodes={cluster.nodes}: cluster.ray_address=local starts Ray on this machine only; start Ray on "
+            "the nodes and give cluster.ray_address=host:port"
+        )
+    if cluster.nodes > 1 and faults.sound("cluster.nodes", "rollout.sync_dir") and _in_memory(rollout.sync_dir):
+        faults.add(
+            f"rollout.sync_dir={rollout.sync_dir}: the memory of one node, and cluster.nodes={cluster.nodes}; give a "
+            "folder that all nodes share"
+        )
+    if cluster.platform != "cuda" or not faults.sound("cluster", "parallel"):
+        return
+    world, gpus = config.parallel.world, cluster.nodes * cluster.gpus_per_node
+    if world > gpus:
+        faults.add(
+            f"parallel: tp {config.parallel.tp} x pp {config.parallel.pp} x dp {config.parallel.dp} = {world} ranks, "
+            f"and cluster.nodes={cluster.nodes} x cluster.gpus_per_node={cluster.gpus_per_node} are {gpus} GPUs; lower "
+            "tp, pp or dp, or add nodes"
+        )
+    if not faults.sound("rollout.tp", "rollout.engines"):
+        return
+    if rollout.tp > cluster.gpus_per_node:
+        faults.add(
+            f"rollout.tp={rollout.tp}: an engine stays on one node, which has cluster.gpus_per_node="
+            f"{cluster.gpus_per_node}; lower rollout.tp"
+        )
+    if rollout.tp * rollout.engines > world:
+        faults.add(
+            f"rollout: engines {rollout.engines} x tp {rollout.tp} = {rollout.tp * rollout.engines} GPUs, and engines "
+            f"share those of the {world} training ranks; lower rollout.engines or rollout.tp"
+        )
+
+
+def _check_catalog(config: Config, faults: Faults) -> None:
+    catalog = config.env.catalog
+    if catalog == "embedded" or not faults.sound("env.catalog"):
+        return
+    if not Path(catalog).expanduser().is_dir():
+        faults.add(
+            f"env.catalog={catalog}: there is no such folder; give one with the catalogue's files, or embedded",
+            "env.catalog",
+        )
+
+
+def _check_lengths_of_training(config: Config, faults: Faults) -> None:
+    sft = config.sft
+    if faults.sound("sft.steps", "sft.warmup_steps") and sft.warmup_steps >= sft.steps:
+        faults.add(f"sft.warmup_steps={sft.warmup_steps}: leaves none of sft.steps={sft.steps} at full lr; lower it")
+
+
+def _check_machine(config: Config, faults: Faults, command: Command) -> None:
+    """What must be true here and now, before `command` starts."""
+    run_dir = Path(config.trainer.run_dir).expanduser()
+    if command == "train" and faults.sound("trainer.run_dir"):
+        if run_dir.exists() and not run_dir.is_dir():
+            faults.add(f"trainer.run_dir={run_dir}: is a file; give a folder")
+        elif holds_run(run_dir) and not config.trainer.resume:
+            faults.add(already_holds_run(run_dir))
+    output = Path(config.sft.output).expanduser()
+    if command == "sft" and faults.sound("sft.output") and (output / "config.json").exists():
+        faults.add(f"sft.output={output}: already holds a model; give another folder, or remove it first")
+    sync_dir = Path(config.rollout.sync_dir).expanduser()
+    if faults.sound("rollout.sync_dir") and not (sync_dir.is_dir() and os.access(sync_dir, os.W_OK)):
+        faults.add(
+            f"rollout.sync_dir={sync_dir}: is not a folder that can be written to; give one with room for the weights"
+        )
+    folder = local_folder(config.model.path) if faults.sound("model.path") else None
+    if command == "train" and folder is not None and not any(folder.glob("*.safetensors")):
+        faults.add(f"model.path={config.model.path}: {folder} has no *.safetensors file; export the weights again")
+
+
+def _in_memory(folder: str) -> bool:
+    return folder == "/dev/shm" or folder.startswith("/dev/shm/")
+
+
+def _listed(words: list[str], joint: str) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {joint} {words[-1]}"

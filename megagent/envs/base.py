@@ -1,0 +1,91 @@
+"""What an environment is to the rest of megagent: tasks, observations, steps, and a registry of worlds.
+
+A new environment is one module that offers a `World` and one entry in `WORLDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal, Protocol
+
+from megagent.config import EnvConfig
+from megagent.errors import ConfigError
+
+Split = Literal["warmup", "train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("warmup", "train", "validation", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Names one task of a world; light enough to be sent anywhere."""
+
+    uid: str  # the same in every process and every run
+    split: str  # the panel it belongs to
+    key: str  # what it asks for, readable
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the agent sees now."""
+
+    task: str  # what is asked for, in words
+    page: str  # the current state without task and history: the anchor of step groups
+    admissible: tuple[str, ...]  # every action that is accepted here; search[<your query>] stands for any query
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one action led to."""
+
+    observation: Observation
+    reward: float  # what training sees: env.success_reward of a won episode, otherwise 0
+    done: bool
+    won: bool
+    score: float  # the world's own score of a finished episode, 0 to 1; 0 before its end
+
+
+class Environment(Protocol):
+    """One episode at a time. It never starts over by itself: after `done` only `reset` is allowed."""
+
+    def reset(self, task: Task) -> Observation:
+        """Starts an episode of `task`. Raises MegagentError if the world does not know the task."""
+        ...
+
+    def step(self, action: str) -> StepResult:
+        """Takes one action, any text. One that is not admissible leaves the state as it is.
+
+        Raises MegagentError before the first reset and after the end of an episode.
+        """
+        ...
+
+
+class World(Protocol):
+    """What all environments of a process share and nobody changes: catalogue, index, tasks."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of all panels with their tasks' wording: equal digests mean equal tasks in equal panels."""
+        ...
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The tasks of one panel, always in the same order. No task is in two panels."""
+        ...
+
+    def make(self) -> Environment:
+        """A new environment over this world."""
+        ...
+
+
+WORLDS: dict[str, Callable[[EnvConfig], World]] = {}
+
+
+def build_world(config: EnvConfig) -> World:
+    """The world that `env.name` names. Raises ConfigError for an unknown name, CatalogError for bad data."""
+    if config.name not in WORLDS:
+        known = ", ".join(sorted(WORLDS))
+        close = get_close_matches(config.name, WORLDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use one of: {known}"
+        raise ConfigError([f"env.name={config.name}: no such environment ({hint})"])
+    return WORLDS[config.name](config)

@@ -1,0 +1,85 @@
+"""A small catalogue made by rule, the same everywhere: what the demo trains on, and tests that need no data.
+
+60 products of 4 kinds; each has 2 of 4 attributes, 3 of 6 colours, 3 of 4 sizes and a price of $5 to $95. The records
+have the original's schema and pass through the same loader. Few words are used, so that a tiny model can learn them.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+from megagent.envs.webshop.catalog import Product, Records, build_products
+from megagent.envs.webshop.goals import Goal, hash_of, option_choices
+
+KINDS = ("shirt", "jacket", "backpack", "blanket")
+ATTRIBUTES = ("soft", "warm", "durable", "washable")
+COLORS = ("red", "blue", "green", "black", "white", "yellow")
+SIZES = ("small", "medium", "large", "huge")
+
+PRODUCTS = 60
+RESULT_PAGES = 3  # more would not fit in an episode of eight steps
+HELD_OUT = 128  # goals each for validation and test
+
+_SEED = 0
+
+
+def records() -> Records:
+    """The catalogue in the original's schema."""
+    rng = random.Random(_SEED)
+    pairs = list(combinations(ATTRIBUTES, 2))
+    names = rng.sample(range(100, 1000), PRODUCTS)
+    items, attributes, nouns = [], {}, {}
+    for number in range(PRODUCTS):
+        kind = KINDS[number % len(KINDS)]
+        # All pairs about equally often for each kind, so that a full query narrows it down to two or three products.
+        pair = pairs[number // len(KINDS) % len(pairs)]
+        colors = sorted(rng.sample(COLORS, 3), key=COLORS.index)
+        sizes = sorted(rng.sample(SIZES, 3), key=SIZES.index)
+        asin = f"B{names[number]}"
+        items.append(
+            {
+                "asin": asin,
+                "name": f"{' '.join(pair)} {kind}",
+                "full_description": "made for every day.",
+                "small_description": ["free returns.", "one year warranty."],
+                "pricing": f"${rng.randint(5, 95)}",
+                "images": ["none"],
+                "product_category": f"shop \u203a {kind}",
+                "category": "shop",
+                "query": kind,
+                "customization_options": {
+                    "color": [{"value": color} for color in colors],
+                    "size": [{"value": size} for size in sizes],
+                },
+            }
+        )
+        attributes[asin] = {
+            "attributes": list(pair),
+            "instruction": f"find {' '.join(pair)} {kind}",
+            "instruction_attributes": list(pair),
+        }
+        nouns[asin] = [kind]
+    return Records(items, attributes, nouns, "embedded products", "embedded attributes", "embedded nouns")
+
+
+def products() -> list[Product]:
+    return build_products(records())
+
+
+def goals(catalog: list[Product]) -> list[Goal]:
+    """Every product under every choice of its options; the price bound is tight, as in `price_bound`."""
+    found = []
+    for item in catalog:
+        for options in option_choices(item.options):
+            bound = price_bound(item, options)
+            asked = ", ".join(f"{name} {value}" for name, value in options)
+            text = f"{item.instruction}, {asked}, price below {bound:.0f}"
+            found.append(Goal(item, text, item.instruction_attributes, options, bound))
+    return found
+
+
+def price_bound(item: Product, options: tuple[tuple[str, str], ...]) -> float:
+    """The next multiple of 10 above the price, and 10 more for 30% of the goals, chosen by a hash. Dollars."""
+    loose = int(hash_of(f"bound {item.asin} {options}")[:8], 16) / 16**8 < 0.3
+    return (item.prices[0] // 10 + 1 + loose) * 10

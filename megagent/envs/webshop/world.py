@@ -1,0 +1,117 @@
+"""WebShop as an environment: the shared world, and one shopper's visit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from megagent.config import EnvConfig
+from megagent.envs.base import Observation, Split, StepResult, Task
+from megagent.envs.webshop import catalog, embedded, goals, pages
+from megagent.envs.webshop.goals import Goal
+from megagent.envs.webshop.rules import HONEST, Rules
+from megagent.envs.webshop.search import MOST_RESULTS, SearchIndex
+from megagent.envs.webshop.session import Session, Shop
+from megagent.errors import CatalogError, MegagentError
+
+EMBEDDED = "embedded"
+_GOAL_SEED = 0  # of hidden prices and price bounds; fixed, so that a task means the same in every run
+
+
+class WebShopWorld:
+    """Catalogue, index and goals of one shop. Not changed after it is built, so any number of visits share it."""
+
+    def __init__(self, shop: Shop, panels: Mapping[str, Sequence[Goal]], success_reward: float, source: str) -> None:
+        self.shop = shop
+        self.success_reward = success_reward
+        self.digest = goals.panels_digest(panels)
+        self._source = source
+        self._panels = {split: tuple(Task(g.uid, split, g.key) for g in panel) for split, panel in panels.items()}
+        self._goals = {goal.uid: goal for panel in panels.values() for goal in panel}
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The tasks of one panel. Raises CatalogError if it is empty, MegagentError if there is no such panel."""
+        if split not in self._panels:
+            raise MegagentError(f"no panel {split!r}; use one of {', '.join(self._panels)}")
+        if not self._panels[split]:
+            raise CatalogError(
+                f"{self._source}: no goal falls in the {split} panel (products are dealt out by a hash of their asin, "
+                f"and all panels hold {len(self._goals)} goals together); use a larger catalogue"
+            )
+        return self._panels[split]
+
+    def goal(self, task: Task) -> Goal:
+        """What a task asks for. Raises MegagentError if it is not of this world."""
+        if task.uid not in self._goals:
+            raise MegagentError(f"task {task.uid} ({task.key}) is not one of {self._source}; use the same env.catalog")
+        return self._goals[task.uid]
+
+    def make(self) -> WebShopEnvironment:
+        return WebShopEnvironment(self)
+
+
+class WebShopEnvironment:
+    """One shopper's visits, one after the other."""
+
+    def __init__(self, world: WebShopWorld) -> None:
+        self.world = world
+        self._session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """The visit of the current episode. Raises MegagentError before the first reset."""
+        if self._session is None:
+            raise MegagentError("the environment has no episode yet; call reset(task) first")
+        return self._session
+
+    def reset(self, task: Task) -> Observation:
+        self._session = Session(self.world.shop, self.world.goal(task))
+        return self._observe(self._session)
+
+    def step(self, action: str) -> StepResult:
+        session = self.session
+        if session.done:
+            raise MegagentError("the episode has ended; call reset(task) to begin the next one")
+        session.act(action)
+        score = session.reward.score if session.reward else 0.0
+        won = score == 1.0
+        return StepResult(
+            observation=self._observe(session),
+            reward=self.world.success_reward if won else 0.0,
+            done=session.done,
+            won=won,
+            score=score,
+        )
+
+    @staticmethod
+    def _observe(session: Session) -> Observation:
+        box = (pages.SEARCH_BOX,) if session.has_search_box else ()
+        clicks = tuple(f"click[{text}]" for text in session.clickables)
+        return Observation(session.goal.text, session.anchor(), box + clicks)
+
+
+def build_webshop(config: EnvConfig) -> WebShopWorld:
+    """The shop that `env.catalog` names: `embedded`, or a folder in the original's schema.
+
+    Raises CatalogError with all faults of the folder's files.
+    """
+    if config.catalog == EMBEDDED:
+        products = embedded.products()
+        panels = goals.split_by_request(embedded.goals(products), embedded.HELD_OUT)
+        most = embedded.RESULT_PAGES * config.page_size
+    else:
+        products = catalog.build_products(catalog.read_folder(config.catalog))
+        most = MOST_RESULTS
+    rng = random.Random(_GOAL_SEED)
+    prices = catalog.sampled_prices(products, rng.uniform)
+    if config.catalog != EMBEDDED:
+        panels = goals.split_by_product(goals.synthetic_goals(products, prices, rng))
+    shop = make_shop(products, prices, config.page_size, most, HONEST)
+    return WebShopWorld(shop, panels, config.success_reward, f"env.catalog={config.catalog}")
+
+
+def make_shop(
+    products: Sequence[catalog.Product], prices: Mapping[str, float], page_size: int, most_results: int, rules: Rules
+) -> Shop:
+    """A shop over `products` with its search index built."""
+    return Shop(products, SearchIndex(products), prices, page_size, most_results, rules)

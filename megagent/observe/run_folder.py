@@ -1,0 +1,116 @@
+"""The folder of one run: what lies where, and that only one process writes into it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from megagent.config import Config, as_yaml
+from megagent.errors import ConfigError, MegagentError
+from megagent.observe.files import write_whole
+
+
+def holds_run(root: Path) -> bool:
+    """Whether a run was started in this folder: its configuration or metrics are there."""
+    return any((root / name).exists() for name in ("config.yaml", "metrics.jsonl"))
+
+
+def already_holds_run(root: Path) -> str:
+    """Why a new run may not start there."""
+    return f"trainer.run_dir={root}: already holds a run; continue it with trainer.resume=true, or give another folder"
+
+
+class RunFolder:
+    """One run's files.
+
+        config.yaml     the resolved configuration
+        metrics.jsonl   one line a record
+        tensorboard/    the same, as curves
+        checkpoints/    what a resume needs
+        export/         the trained model as a Hugging Face folder
+        episodes/       recorded validation episodes, one JSON file line an episode
+
+    Held by one process: an flock on `.lock` lasts until `close` or the end of the process, however that comes.
+    """
+
+    def __init__(self, root: Path, lock: IO[str]) -> None:
+        self.root = root
+        self._lock = lock
+
+    @classmethod
+    def create(cls, config: Config) -> RunFolder:
+        """Makes, or with trainer.resume continues, the folder trainer.run_dir and writes config.yaml there.
+
+        Raises ConfigError if it already holds a run and trainer.resume is false, MegagentError if another process
+        is running in it or it cannot be written. A refused folder is left as it was.
+        """
+        root = Path(config.trainer.run_dir).expanduser()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            lock = open(root / ".lock", "a+")  # noqa: SIM115 (held as long as the run)
+        except OSError as error:
+            raise MegagentError(
+                f"trainer.run_dir={root}: cannot be written ({error.strerror}). Give a folder that can."
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            lock.close()
+            raise MegagentError(
+                f"trainer.run_dir={root}: {owner} is running in this folder. "
+                "Wait until it ends, or give another trainer.run_dir."
+            ) from error
+        if holds_run(root) and not config.trainer.resume:
+            lock.close()
+            raise ConfigError([already_holds_run(root)])
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
+        folder = cls(root, lock)
+        for each in (folder.checkpoints, folder.episodes):
+            each.mkdir(exist_ok=True)
+        write_whole(root / "config.yaml", as_yaml(config))
+        return folder
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "export"
+
+    @property
+    def episodes(self) -> Path:
+        return self.root / "episodes"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something that a resume can continue from."""
+        return (self.checkpoints / "latest").exists()
+
+    def close(self) -> None:
+        """Lets another process use the folder."""
+        self._lock.close()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

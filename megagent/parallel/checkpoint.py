@@ -1,0 +1,94 @@
+"""Checkpoints of a training run: weights, optimizer, schedule and counters, by Megatron's dist_checkpointing.
+
+    <folder>/iteration_0000012/   complete, or it would not have this name
+    <folder>/latest               the name of the newest complete one
+
+A checkpoint is written beside and renamed when complete. It does not depend on tp, pp and dp: the optimizer's state is
+stored by parameter, and any other topology may load it. Writers are processes forked from the rank, so a program that
+saves from its main module needs the usual `if __name__ == "__main__":`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from megagent.errors import MegagentError
+from megagent.parallel.policy import Policy
+
+_LATEST = "latest"
+# Stored parameter by parameter in full shapes, so that every topology can read it.
+_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
+
+
+def save(policy: Policy, folder: Path, iteration: int) -> Path:
+    """Write the state after `iteration` under `folder`; collective. Returns the checkpoint's own folder.
+
+    One of the same iteration is replaced. Until the last moment `latest` names the checkpoint before.
+    """
+    final = folder / f"iteration_{iteration:07d}"
+    beside = folder / f".{final.name}.partial"
+    writes = dist.get_rank() == 0
+    if writes:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+    dist.barrier()
+    state = {**_sharded(policy, loading=False), "iteration": iteration}
+    dist_checkpointing.save(state, str(beside), content_metadata=_CONTENT)
+    dist.barrier()
+    if writes:
+        shutil.rmtree(final, ignore_errors=True)
+        beside.rename(final)
+        pointer = folder / f".{_LATEST}.partial"
+        pointer.write_text(final.name + "\n", encoding="utf-8")
+        os.replace(pointer, folder / _LATEST)
+    dist.barrier()
+    return final
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint under `folder`, None if there is none."""
+    pointer = folder / _LATEST
+    if not pointer.is_file():
+        return None
+    return folder / pointer.read_text(encoding="utf-8").strip()
+
+
+def load(policy: Policy, folder: Path) -> int:
+    """Restore the newest checkpoint under `folder`; collective. Returns the iteration after which it was written.
+
+    The reference policy stays that of config.model.path. Raises MegagentError if there is none or it cannot be read;
+    the rank's weights are undefined then.
+    """
+    source = latest(folder)
+    if source is None:
+        raise MegagentError(f"{folder}: there is no checkpoint (no file {_LATEST}); start without trainer.resume")
+    policy.reference.keep()
+    try:
+        state = dist_checkpointing.load(_sharded(policy, loading=True), str(source))
+    except (CheckpointingException, OSError, KeyError) as error:
+        raise MegagentError(
+            f"{source} cannot be loaded ({error}); name an older checkpoint in {folder / _LATEST}"
+        ) from error
+    policy.stage.chunks[0].load_state_dict(state["model"])
+    policy.optimizer.megatron.load_state_dict(state["optimizer"])
+    policy.optimizer.schedule.load_state_dict(state["schedule"])
+    policy.updates = int(state["updates"])
+    return int(state["iteration"])
+
+
+def _sharded(policy: Policy, loading: bool) -> dict[str, Any]:
+    """What a checkpoint holds, as Megatron's sharded state: where each rank's tensors lie in the full ones."""
+    model = policy.stage.chunks[0].sharded_state_dict(metadata=_CONTENT)
+    return {
+        "model": model,
+        "optimizer": policy.optimizer.megatron.sharded_state_dict(model, is_loading=loading, metadata=_CONTENT),
+        "schedule": policy.optimizer.schedule.state_dict(),
+        "updates": policy.updates,
+    }

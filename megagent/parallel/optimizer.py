@@ -1,0 +1,81 @@
+"""Megatron's distributed AdamW and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megagent.config import Config
+from megagent.parallel.model import Stage
+
+Task = Literal["rl", "sft"]
+
+# A constant schedule has no end; Megatron wants one that the warm-up fits into.
+_ENDLESS = 1 << 40
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """step() clips, updates the weights and moves the schedule."""
+
+    megatron: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.megatron.param_groups[0]["lr"])
+
+    def step(self) -> float:
+        """One update from the gradients that the schedule has left. Returns the gradient norm before clipping.
+
+        The norm may be NaN or infinite; the caller must look. Collective over all ranks.
+        """
+        _, grad_norm, _ = self.megatron.step()
+        self.schedule.step(1)
+        return float(grad_norm)
+
+
+def build(config: Config, stage: Stage, task: Task) -> Optimizer:
+    """AdamW over this rank's parameters; biases and norms are not decayed (Megatron's rule).
+
+    task: rl takes the rate of config.trainer, constant after its warm-up; sft that of config.sft, to 0 by a cosine.
+    """
+    trainer = config.trainer
+    lr = trainer.lr if task == "rl" else config.sft.lr
+    megatron = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            min_lr=0.0,
+            weight_decay=trainer.weight_decay,
+            adam_beta1=trainer.adam_beta1,
+            adam_beta2=trainer.adam_beta2,
+            clip_grad=trainer.clip_grad,
+            bf16=stage.transformer.bf16,
+            params_dtype=stage.transformer.params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        stage.wrapped,
+        use_gloo_process_groups=False,
+    )
+    warmup = trainer.lr_warmup_steps if task == "rl" else config.sft.warmup_steps
+    steps = _ENDLESS if task == "rl" else max(config.sft.steps, warmup + 1)
+    schedule = OptimizerParamScheduler(
+        megatron,
+        # Warm-up from one part to all parts, not from 0: the first step would learn nothing.
+        init_lr=lr / (warmup + 1),
+        max_lr=lr,
+        min_lr=0.0,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=steps,
+        lr_decay_style="constant" if task == "rl" else "cosine",
+        start_wd=trainer.weight_decay,
+        end_wd=trainer.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )
+    return Optimizer(megatron, schedule)

@@ -1,0 +1,257 @@
+"""The policy on one rank: log-probs by teacher forcing, the PPO update and the supervised one.
+
+Losses are sums over tokens divided by a count that all replicas share, so neither the cut into micro-batches nor the
+number of replicas changes a gradient (beyond the order of float sums).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megagent.algos.losses import LOSS_METRICS, mean_metrics, ppo_loss
+from megagent.batch import Jagged, StepBatch
+from megagent.config import Config
+from megagent.errors import MegagentError
+from megagent.parallel import platform, schedule
+from megagent.parallel.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megagent.parallel.model import Stage
+from megagent.parallel.optimizer import Optimizer
+from megagent.parallel.schedule import MicroBatch
+from megagent.parallel.topology import Topology
+
+
+class TrainingDivergedError(MegagentError):
+    """A loss or a gradient that is not a number."""
+
+
+class Reference:
+    """The weights that the actor began with. Nothing is copied before the actor first changes.
+
+    There is no second model: the copies rest on the host (pinned on CUDA) and take the place of the actor's weights
+    while the reference's log-probs are computed.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._copies: list[Tensor] | None = None
+
+    def keep(self) -> None:
+        """To be called before the actor's weights change; only the first call copies."""
+        if self._copies is None:
+            self._copies = [platform.current().host(parameter.data) for parameter in self._parameters]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model computes with the reference's weights inside this context."""
+        if self._copies is None:
+            yield
+            return
+        # Pointers move, not contents: the actor's tensors are views of Megatron's parameter buffers.
+        own = [parameter.data for parameter in self._parameters]
+        try:
+            for parameter, copy in zip(self._parameters, self._copies, strict=True):
+                parameter.data = platform.current().to_device(copy)
+            yield
+        finally:
+            for parameter, data in zip(self._parameters, own, strict=True):
+                parameter.data = data
+
+
+class Policy:
+    """Actor and reference on this rank. Every method is collective over all ranks."""
+
+    def __init__(self, config: Config, topology: Topology, stage: Stage, optimizer: Optimizer) -> None:
+        self.config = config
+        self.topology = topology
+        self.stage = stage
+        self.optimizer = optimizer
+        self.reference = Reference(stage.parameters())
+        self.updates = 0  # calls of update(); part of a checkpoint, for the order of rows follows from it
+
+    # --- log-probs ---------------------------------------------------------------------------------------------------
+
+    def log_probs(self, shard: StepBatch, model: Literal["actor", "reference"]) -> dict[str, Jagged] | None:
+        """Log-prob of every response token and the entropy at it, at the rollout's temperature.
+
+        shard: the replica's rows. Returns {"log_probs", "entropy"}, Jagged float32 over the responses in the order of
+        the rows, on the replica's speaking rank (last stage, first tensor rank), None on the others.
+        """
+        sequences = schedule.response_sequences(shard)
+        rows = torch.arange(len(sequences))
+        cut = schedule.by_length(sequences, rows, self.config.trainer.log_prob_micro_batch_rows)
+        weights = self.reference.in_place() if model == "reference" else contextlib.nullcontext()
+        with weights:
+            results = schedule.run(self.stage, sequences, cut, self._log_probs_of_logits, forward_only=True)
+        if not self.topology.speaks:
+            return None
+        return {
+            name: _restored([result[name] for result in results], cut, shard["responses"])
+            for name in ("log_probs", "entropy")
+        }
+
+    def _log_probs_of_logits(self, micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs, entropy = self._predict(micro_batch, logits)
+        return log_probs.sum(), {"log_probs": log_probs, "entropy": entropy}
+
+    def _predict(self, micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [n] of the wanted tokens from logits [n, vocabulary / tp]."""
+        return vocab_parallel_log_probs_and_entropy(
+            logits,
+            micro_batch.targets,
+            self.topology.tp_group,
+            vocab=self.stage.vocab,
+            temperature=self.config.rollout.temperature,
+            consume=True,
+        )
+
+    # --- reinforcement learning --------------------------------------------------------------------------------------
+
+    def update(self, shard: StepBatch) -> dict[str, float]:
+        """PPO on the replica's rows: epochs x mini-batches, one optimizer step each.
+
+        shard needs prompts, responses, response_mask, old_log_probs, advantages, and ref_log_probs if there is a KL
+        term. Rows are shuffled anew in every epoch, within the replica. Returns means over loss tokens (LOSS_METRICS),
+        the mean norm of the gradients before clipping and the last learning rate, the same on every rank.
+        Raises TrainingDivergedError, on every rank, before weights change if a loss is not finite, and after if only
+        a gradient is not.
+        """
+        trainer, algo = self.config.trainer, self.config.algo
+        columns = ["response_mask", "old_log_probs", "advantages"] + (["ref_log_probs"] if algo.kl_coef else [])
+        sequences = schedule.response_sequences(shard, columns, mask="response_mask")
+        if algo.kl_coef:
+            self.reference.keep()
+        mini_batch_rows = trainer.mini_batch_rows // self.topology.dp
+        mini_batches = [
+            rows
+            for epoch in range(trainer.epochs)
+            for rows in torch.split(self._shuffled(len(sequences), epoch), mini_batch_rows)
+        ]
+        loss_tokens = (shard["response_mask"].values != 0).to(torch.int64)
+        per_row = shard["response_mask"].like(loss_tokens).sums()
+        counts = self.topology.sum_over_replicas([float(per_row[rows].sum()) for rows in mini_batches]).tolist()
+
+        totals = torch.zeros(len(LOSS_METRICS), dtype=torch.float64)
+        norms, lr = [], self.optimizer.lr
+        for rows, count in zip(mini_batches, counts, strict=True):
+            if count == 0:  # padding rows only: nothing to learn, and Adam's momentum should not move either
+                continue
+            cut = schedule.by_length(sequences, rows, trainer.micro_batch_rows)
+            results = schedule.run(self.stage, sequences, cut, _PpoLoss(self, count), forward_only=False)
+            sums = self._shared_sums(results, (*LOSS_METRICS, "loss"))
+            lr = self.optimizer.lr
+            norms.append(self._step(float(sums[-1])))
+            totals += sums[:-1]
+        self.updates += 1
+        named = dict(zip(LOSS_METRICS, totals.tolist(), strict=True))
+        if not algo.kl_coef:
+            named.pop("actor/kl_loss")
+        return {
+            **mean_metrics(named, sum(counts)),
+            "actor/grad_norm": sum(norms) / max(len(norms), 1),
+            "actor/lr": lr,
+        }
+
+    def _shuffled(self, rows: int, epoch: int) -> Tensor:
+        """A random order of the replica's rows: the same on its tensor and pipeline ranks, and after a resume."""
+        generator = torch.Generator()
+        seed = self.config.trainer.seed * 1_000_003 + self.updates * 1009 + epoch
+        generator.manual_seed(seed * 4096 + self.topology.dp_rank)
+        return torch.randperm(rows, generator=generator)
+
+    # --- supervised --------------------------------------------------------------------------------------------------
+
+    def supervised_update(self, shard: StepBatch) -> dict[str, float]:
+        """One optimizer step on the mean of -log p over tokens, weighted by the column loss_weights.
+
+        loss_weights: Jagged over prompt and response tokens. Returns sft/loss, sft/grad_norm and sft/lr, the same on
+        every rank. Raises TrainingDivergedError as update() does.
+        """
+        sequences = schedule.weighted_sequences(shard)
+        weights = sequences.columns["loss_weights"].values * sequences.wanted.values
+        total = float(self.topology.sum_over_replicas([float(weights.double().sum())])[0])
+        if total <= 0:
+            raise MegagentError(f"the loss weights of the batch sum to {total}; give at least one token a weight above 0")
+
+        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            log_probs = vocab_parallel_log_probs(
+                logits, micro_batch.targets, self.topology.tp_group, vocab=self.stage.vocab, consume=True
+            )
+            value = -(log_probs * micro_batch.columns["loss_weights"]).sum() / total
+            return value, {"loss": value.detach()}
+
+        cut = schedule.by_length(sequences, torch.arange(len(sequences)), self.config.trainer.micro_batch_rows)
+        results = schedule.run(self.stage, sequences, cut, loss, forward_only=False)
+        mean = float(self._shared_sums(results, ("loss",))[0])
+        lr = self.optimizer.lr
+        return {"sft/loss": mean, "sft/grad_norm": self._step(mean), "sft/lr": lr}
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def _shared_sums(self, results: list[dict[str, Tensor]], names: Iterable[str]) -> Tensor:
+        """[names] float64: sums over micro-batches and replicas of scalars, on every rank. A missing one counts as 0."""
+        names = list(names)
+        local = torch.zeros(len(names), dtype=torch.float64)
+        if self.topology.is_last_stage:
+            zero = torch.zeros((), device=platform.current().device)
+            table = torch.stack([torch.stack([result.get(name, zero) for name in names]) for result in results])
+            local = self.topology.sum_over_replicas(table.double().sum(dim=0))
+        return self.topology.from_last_stage(local)
+
+    def _step(self, loss: float) -> float:
+        """The optimizer's step. All ranks know the same loss and norm, so all of them raise or none."""
+        if not math.isfinite(loss):
+            raise TrainingDivergedError(
+                f"the loss of optimizer step {self._steps} is {loss}; lower the learning rate or look for bad rows "
+                "(advantages, old log-probs). The weights are those before this step."
+            )
+        norm = self.optimizer.step()
+        if not math.isfinite(norm):
+            raise TrainingDivergedError(
+                f"the gradient norm of optimizer step {self._steps - 1} is {norm}; lower the learning rate and go back "
+                "to the last checkpoint: the weights in memory are spoilt."
+            )
+        return norm
+
+    @property
+    def _steps(self) -> int:
+        return int(self.optimizer.schedule.num_steps)
+
+
+class _PpoLoss:
+    """ppo_loss of a micro-batch, against the number of loss tokens in its whole mini-batch."""
+
+    def __init__(self, policy: Policy, denominator: float) -> None:
+        self.policy = policy
+        self.denominator = denominator
+
+    def __call__(self, micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        columns: Mapping[str, Tensor] = micro_batch.columns
+        algo = self.policy.config.algo
+        log_probs, entropy = self.policy._predict(micro_batch, logits)
+        loss, sums = ppo_loss(
+            log_probs,
+            columns["old_log_probs"],
+            columns["advantages"],
+            columns["response_mask"],
+            # Without a coefficient the entropy is a figure to look at and needs no gradient.
+            entropy if algo.entropy_coef else entropy.detach(),
+            columns.get("ref_log_probs"),
+            algo,
+            self.denominator,
+        )
+        return loss, {**sums, "loss": loss.detach()}
+
+
+def _restored(parts: list[Tensor], cut: list[Tensor], responses: Jagged) -> Jagged:
+    """Values of micro-batches, put back into the order of the rows. parts: [n] of each micro-batch in `cut`."""
+    order = torch.cat(cut)
+    # A micro-batch without any response token has predicted one all the same; see Sequences.micro_batch.
+    wanted = [int(responses.lengths[rows].sum()) for rows in cut]
+    values = torch.cat([part[:count] for part, count in zip(parts, wanted, strict=True)]).float().cpu()
+    return Jagged(values, responses.lengths[order]).take(torch.argsort(order))

@@ -1,0 +1,115 @@
+"""One Megatron process, as whoever places processes sees it. Knows nothing of Ray.
+
+Megatron looks at torch while it is imported, so everything that imports it is imported in `setup`, after the platform has
+been installed; this module itself costs nothing to import.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megagent.batch import Jagged, StepBatch
+from megagent.config import Config
+from megagent.parallel import platform
+
+if TYPE_CHECKING:
+    from megagent.parallel.policy import Policy
+    from megagent.parallel.topology import Topology
+
+
+class Rank:
+    """One of tp x pp x dp ranks of actor and reference policy.
+
+    All methods but `close` are collective: every rank calls the same ones in the same order. Ranks of one data-parallel
+    replica give the same rows, and all replicas equally many.
+    """
+
+    def __init__(
+        self, config: Config, rank: int, world: int, master: str, port: int, task: Literal["rl", "sft"] = "rl"
+    ) -> None:
+        """rank of world; master, port: where rank 0 listens; task: whose learning rate and schedule to use."""
+        self.config = config
+        self.rank = rank
+        self.world = world
+        self.master = master
+        self.port = port
+        self.task = task
+        self.topology: Topology | None = None
+        self._policy: Policy | None = None
+
+    def setup(self) -> None:
+        """Join the other ranks and load the model of config.model.path, a Hugging Face folder."""
+        platform.install(self.config.cluster.platform, self.config.cluster.threads, local_rank=self.rank)
+        from megagent.parallel import hf_io, model, optimizer, topology
+        from megagent.parallel.policy import Policy
+
+        hf_config = model.read_hf_config(self.config.model.path)
+        self.topology = topology.initialise(self.config, self.rank, self.world, self.master, self.port)
+        stage = model.build(self.config, self.topology, hf_config)
+        hf_io.load_hf(stage.chunks, stage.family, hf_config, self.config.model.path)
+        # After the weights: the optimizer copies those it keeps in higher precision.
+        adam = optimizer.build(self.config, stage, self.task)
+        self._policy = Policy(self.config, self.topology, stage, adam)
+
+    @property
+    def policy(self) -> Policy:
+        if self._policy is None:
+            raise RuntimeError("Rank.setup() must be called first")
+        return self._policy
+
+    def log_probs(self, shard: StepBatch, model: Literal["actor", "reference"]) -> dict[str, Jagged] | None:
+        """See Policy.log_probs: {"log_probs", "entropy"} on the replica's speaking rank, None on the others."""
+        return self.policy.log_probs(shard, model)
+
+    def update(self, shard: StepBatch) -> dict[str, float]:
+        """One PPO update on the replica's rows; see Policy.update. The same metrics on every rank."""
+        return self.policy.update(shard)
+
+    def supervised_update(self, shard: StepBatch) -> dict[str, float]:
+        """One optimizer step of the weighted next-token loss; see Policy.supervised_update."""
+        return self.policy.supervised_update(shard)
+
+    def publish_weights(self, path: str, version: int) -> None:
+        """Write the actor's full Hugging Face tensors into one safetensors file, with its version in the metadata.
+
+        Written beside by global rank 0 and renamed when complete: a reader sees a whole file or none.
+        """
+        from safetensors.torch import save_file
+
+        from megagent.parallel import hf_io
+
+        stage = self.policy.stage
+        tensors = {
+            name: tensor.cpu() for name, tensor in hf_io.gather_hf(stage.chunks, stage.family, stage.hf_config)
+        }
+        if self.rank == 0:
+            beside = Path(f"{path}.partial")
+            save_file(tensors, beside, metadata={"version": str(version)})
+            beside.replace(path)
+
+    def export_hf(self, folder: str) -> None:
+        """Write the actor as a Hugging Face folder: weights, configuration, tokenizer files of config.model.path."""
+        from megagent.parallel import hf_io
+
+        stage = self.policy.stage
+        hf_io.export_hf(stage.chunks, stage.family, stage.hf_config, folder, self.config.model.path)
+
+    def save(self, folder: str, iteration: int) -> None:
+        """Write a checkpoint of model, optimizer and schedule under `folder`, and point `latest` at it."""
+        from megagent.parallel import checkpoint
+
+        checkpoint.save(self.policy, Path(folder), iteration)
+
+    def load(self, folder: str) -> int:
+        """Load the newest checkpoint under `folder`; returns the iteration after which it was written."""
+        from megagent.parallel import checkpoint
+
+        return checkpoint.load(self.policy, Path(folder))
+
+    def close(self) -> None:
+        """Leave the process groups. Another Rank may be set up in this process afterwards."""
+        self._policy = None
+        if self.topology is not None:
+            self.topology.destroy()
+            self.topology = None

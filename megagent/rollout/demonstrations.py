@@ -1,0 +1,107 @@
+"""Demonstrations for the warm start: scripted, imperfect shopping trips as rows for supervised training.
+
+A script that knows the goal plays tasks of the warm-up panel and makes mistakes on purpose, so that the model learns
+what replies look like and what usually helps, and leaves reinforcement learning something to improve. Each thought
+restates, in the task's own words, what the step is for: it is what lets a tiny model copy the right value.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megagent.batch import Jagged, StepBatch
+from megagent.config import Config
+from megagent.envs.base import Observation
+from megagent.envs.webshop.shopper import Mistakes, demonstrations
+from megagent.envs.webshop.world import WebShopWorld
+from megagent.rollout.memory import History
+from megagent.rollout.prompts import PromptBuilder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One scripted step: what was seen and remembered, and the reply to learn."""
+
+    observation: Observation
+    history: History
+    reply: str
+
+
+def reply(thought: str, action: str) -> str:
+    """The text that the projection reads back as `action`."""
+    return f"<think>{thought}</think><action>{action}</action>"
+
+
+def lessons(config: Config, world: WebShopWorld, seed: int) -> list[Lesson]:
+    """The steps of sft.episodes scripted episodes over the warm-up panel, in order; the same seed gives the same."""
+    made = []
+    mistakes = Mistakes()
+    tasks = world.tasks("warmup")
+    for episode in demonstrations(world, tasks, config.sft.episodes, mistakes, config.env.max_steps, seed):
+        for step in episode.steps:
+            history = History(config.env.history_length)
+            for page, action in step.history:
+                history.add(page, action)
+            made.append(Lesson(step.observation, history, reply(step.think, step.action)))
+    return made
+
+
+def supervised_rows(
+    made: Sequence[Lesson],
+    builder: PromptBuilder,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_weight: float,
+    with_history: bool,
+) -> StepBatch:
+    """One row per lesson, with the columns prompts, responses and loss_weights (Jagged).
+
+    responses end with the tokenizer's end-of-text token. loss_weights: float32 over prompt and response tokens,
+    `prompt_weight` on the prompt's and 1 on the response's. Raises MegagentError where the builder does.
+    """
+    prompts, responses, weights = [], [], []
+    for lesson in made:
+        history = lesson.history if with_history else History(0)
+        prompt = builder.build(lesson.observation, history)
+        response = [*tokenizer.encode(lesson.reply, add_special_tokens=False), int(tokenizer.eos_token_id)]
+        prompts.append(torch.tensor(prompt, dtype=torch.int64))
+        responses.append(torch.tensor(response, dtype=torch.int64))
+        weights.append(torch.tensor([prompt_weight] * len(prompt) + [1.0] * len(response)))
+    return StepBatch(
+        {
+            "prompts": Jagged.from_list(prompts),
+            "responses": Jagged.from_list(responses),
+            "loss_weights": Jagged.from_list(weights),
+        }
+    )
+
+
+def supervised_batches(
+    config: Config, world: WebShopWorld, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Iterator[StepBatch]:
+    """The sft.steps batches of sft.batch_rows rows that warm-start a model, the same for the same seed.
+
+    The first sft.short_prompt_fraction of them show prompts without history: shorter, and copying from the page is
+    learnt sooner. Rows are drawn without replacement until all are used.
+    """
+    made = lessons(config, world, seed)
+    builder = PromptBuilder(config.env, config.rollout, tokenizer)
+    short = round(config.sft.steps * config.sft.short_prompt_fraction)
+    rng = random.Random(seed)
+    for with_history, steps in ((False, short), (True, config.sft.steps - short)):
+        if not steps:
+            continue
+        rows = supervised_rows(made, builder, tokenizer, config.sft.prompt_weight, with_history)
+        order: list[int] = []
+        for _ in range(steps):
+            while len(order) < config.sft.batch_rows:
+                order = [*rng.sample(range(len(rows)), len(rows)), *order]
+            order, drawn = order[: -config.sft.batch_rows], order[-config.sft.batch_rows :]
+            yield rows.take(drawn)

@@ -1,0 +1,187 @@
+"""Everything a run is made of, put together: processes, data, records. `train.py` says what happens with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from transformers import AutoTokenizer
+
+from megagent.algos.adjust import schedule_multiple
+from megagent.batch import StepBatch
+from megagent.cluster.bridge import FileBridge
+from megagent.cluster.engines import EngineGroup
+from megagent.cluster.environments import EnvironmentGroup
+from megagent.cluster.placement import Placement
+from megagent.cluster.ranks import RankGroup
+from megagent.cluster.session import ray_session
+from megagent.config import Config
+from megagent.envs.base import World, build_world
+from megagent.model_source import model_folder
+from megagent.observe.recorder import Recorder
+from megagent.observe.run_folder import RunFolder
+from megagent.parallel import platform
+from megagent.rollout.collector import Collector
+from megagent.rollout.episode import Episode, step_rows
+from megagent.rollout.metrics import rollout_metrics, sampler_metrics, validation_metrics
+from megagent.rollout.tasks import draw_tasks
+
+VALIDATION_SEED = 1_000_003  # the same draws at every validation, whatever the iteration and trainer.seed
+
+
+@dataclass
+class Run:
+    """The parts of one training run and the verbs of `train.py`. Made by `open_run`, which also ends its processes."""
+
+    config: Config
+    folder: RunFolder
+    recorder: Recorder
+    world: World
+    actor: RankGroup  # holds the reference's weights too
+    rollout: EngineGroup
+    collector: Collector
+    bridge: FileBridge
+    finished: int = 0  # iterations done before this process started
+    metrics: dict[str, float] = field(default_factory=dict)  # of the iteration under way
+
+    # --- the course of the run ---------------------------------------------------------------------------------------
+
+    @property
+    def starts_fresh(self) -> bool:
+        return self.finished == 0
+
+    def iterations(self) -> Iterator[int]:
+        """The numbers of the iterations still to do, from 1."""
+        for iteration in range(self.finished + 1, self.config.trainer.iterations + 1):
+            self.metrics = {}
+            yield iteration
+
+    def validates(self, iteration: int) -> bool:
+        return iteration % self.config.trainer.test_freq == 0 or self._is_last(iteration)
+
+    def saves(self, iteration: int) -> bool:
+        every = self.config.trainer.save_freq
+        return self._is_last(iteration) or (every > 0 and iteration % every == 0)
+
+    def _is_last(self, iteration: int) -> bool:
+        return iteration == self.config.trainer.iterations
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        """Time a phase of the iteration and show it; yields a function that advances its progress bar."""
+        start = time.monotonic()
+        with self.recorder.phase(name, total) as advance:
+            yield advance
+        self.metrics[f"timing_s/{name}"] = time.monotonic() - start
+
+    # --- collect -----------------------------------------------------------------------------------------------------
+
+    @property
+    def episodes_per_iteration(self) -> int:
+        return self.config.trainer.tasks_per_iteration * self.config.env.rollout.n
+
+    def collect(self, iteration: int, progress: Callable[[int], None]) -> list[Episode]:
+        """env.rollout.n episodes of each of the iteration's tasks."""
+        trainer = self.config.trainer
+        tasks = draw_tasks(self.world.tasks("train"), trainer.tasks_per_iteration, trainer.seed, iteration)
+        seed = trainer.seed * 100_003 + iteration
+        return self.collector.collect(tasks, self.config.env.rollout.n, self.config.rollout.temperature, seed, progress)
+
+    def rows(self, episodes: Sequence[Episode]) -> StepBatch:
+        return step_rows(episodes)
+
+    # --- prepare, update, sync ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def schedule_multiple(self) -> int:
+        """Rows come in multiples of this, so that every rank gets whole micro-batches."""
+        return schedule_multiple(self.config.parallel, self.config.trainer)
+
+    def actor_log_probs(self, rows: StepBatch) -> StepBatch:
+        """Adds old_log_probs, and notes how far the sampler's own log-probs are from them."""
+        answer = self.actor.log_probs(rows.select("prompts", "responses"), "actor")
+        rows = rows.with_columns(old_log_probs=answer["log_probs"])
+        self.metrics |= sampler_metrics(rows)
+        return rows
+
+    def reference_log_probs(self, rows: StepBatch) -> StepBatch:
+        """Adds ref_log_probs, those of the policy that the run began with."""
+        answer = self.actor.log_probs(rows.select("prompts", "responses"), "reference")
+        return rows.with_columns(ref_log_probs=answer["log_probs"])
+
+    def update(self, rows: StepBatch) -> None:
+        columns = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs", "advantages")
+        self.metrics |= self.actor.update(rows.select(*columns))
+
+    def sync(self) -> None:
+        self.metrics |= self.bridge.sync(self.actor, self.rollout)
+
+    # --- records -----------------------------------------------------------------------------------------------------
+
+    def record(self, iteration: int, episodes: Sequence[Episode], rows: StepBatch) -> None:
+        self.metrics |= rollout_metrics(episodes, rows)
+        phases = ("rollout", "prepare", "update", "sync")
+        self.metrics["timing_s/iteration"] = sum(self.metrics[f"timing_s/{name}"] for name in phases)
+        tokens = self.metrics["rollout/response_tokens"]
+        self.metrics["rollout/tokens_per_s"] = tokens / self.metrics["timing_s/rollout"]
+        self.recorder.iteration(iteration, self.metrics)
+
+    def validate(self, iteration: int) -> None:
+        """One episode of each of the first trainer.val_tasks held-out tasks; again greedily if trainer.val_greedy."""
+        trainer = self.config.trainer
+        tasks = self.world.tasks("validation")[: trainer.val_tasks]
+        temperatures = [trainer.val_temperature] + ([0.0] if trainer.val_greedy else [])
+        metrics: dict[str, float] = {}
+        for temperature in temperatures:
+            with self.recorder.phase("validation", len(tasks)) as advance:
+                episodes = self.collector.collect(tasks, 1, temperature, VALIDATION_SEED, advance)
+            metrics |= validation_metrics(episodes, greedy=temperature == 0)
+            self.recorder.episodes(iteration, temperature, episodes[: self.config.logger.episodes])
+        self.recorder.validation(iteration, metrics)
+
+    def save(self, iteration: int) -> None:
+        with self.recorder.phase("checkpoint"):
+            self.actor.save(self.folder.checkpoints, iteration)
+
+    def export(self) -> None:
+        """The trained policy as a Hugging Face folder."""
+        with self.recorder.phase("export"):
+            self.actor.export_hf(self.folder.export)
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """A run with all its processes, which end with the block however it ends.
+
+    Light things come first: a bad catalogue, model or run folder is reported before Ray starts.
+    """
+    with ExitStack() as stack:
+        world = build_world(config.env)
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
+        folder = stack.enter_context(RunFolder.create(config))
+        recorder = stack.enter_context(Recorder(folder, config))
+        with recorder.phase("start"):
+            stack.enter_context(ray_session(config))
+            placement = Placement(config, platform.resolve(config.cluster.platform))
+            engines = EngineGroup(config, placement)
+            stack.callback(engines.close)
+            environments = EnvironmentGroup(config.env)
+            ranks = RankGroup(config, placement)
+            engines.wait_until_started()
+        bridge = FileBridge(config.rollout.sync_dir)
+        stack.callback(bridge.close)
+        finished = ranks.load(folder.checkpoints) if config.trainer.resume and folder.has_checkpoint else 0
+        yield Run(
+            config=config,
+            folder=folder,
+            recorder=recorder,
+            world=world,
+            actor=ranks,
+            rollout=engines,
+            collector=Collector(config, tokenizer, engines, environments),
+            bridge=bridge,
+            finished=finished,
+        )

@@ -1,0 +1,46 @@
+"""The loop. One iteration: collect, prepare, update, sync; docs/architecture.md follows a row through it."""
+
+from __future__ import annotations
+
+from megagent.algos.adjust import align
+from megagent.algos.advantages import estimate_advantages
+from megagent.algos.credit import penalise, step_returns
+from megagent.algos.rewards import place_episode_reward
+from megagent.config import Config
+from megagent.run import Run, open_run
+
+
+def train(run: Run) -> None:
+    """Everything below is a verb of a role; no tensor maths and no placement appear here."""
+    algo = run.config.algo
+    run.sync()
+    if run.starts_fresh:
+        run.validate(iteration=0)
+    for iteration in run.iterations():  # starts where the newest checkpoint ends
+        with run.phase("rollout", total=run.episodes_per_iteration) as progress:
+            episodes = run.collect(iteration, progress)
+            rows = run.rows(episodes)
+        with run.phase("prepare"):
+            rows = step_returns(rows, algo)
+            rows = align(rows, run.schedule_multiple)  # whole micro-batches on every rank; padding weighs nothing
+            rows = place_episode_reward(rows)
+            rows = run.actor_log_probs(rows)  # teacher forcing, before any update of this iteration
+            rows = run.reference_log_probs(rows)
+            rows = penalise(rows, algo)
+            rows = estimate_advantages(rows, algo)
+        with run.phase("update"):
+            run.update(rows)
+        with run.phase("sync"):
+            run.sync()
+        run.record(iteration, episodes, rows)
+        if run.validates(iteration):
+            run.validate(iteration)
+        if run.saves(iteration):
+            run.save(iteration)
+    run.export()
+
+
+def main(config: Config) -> None:
+    """Train as `config` says; every process of the run has ended when this returns or raises."""
+    with open_run(config) as run:
+        train(run)

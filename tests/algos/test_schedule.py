@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+
+from megagent.algos.schedule import batch_plan, batch_problems, schedule_multiple, sft_batch_problems
+from megagent.config import Config, ParallelConfig, TrainerConfig
+
+
+def test_the_seed_recipe_aligns_1890_rows_to_1920() -> None:
+    """Passes of 16 x 2 and 8 x 2 rows need a multiple of 32; so do mini-batches of 32 rows."""
+    sizes = TrainerConfig(mini_batch_rows=32, micro_batch_rows=8, log_prob_micro_batch_rows=16)
+    multiple = schedule_multiple(ParallelConfig(dp=2), sizes)
+    assert multiple == 32
+    assert -(-1890 // multiple) * multiple == 1920
+
+
+def test_whole_mini_batches_are_part_of_the_multiple() -> None:
+    sizes = TrainerConfig(mini_batch_rows=64, micro_batch_rows=8, log_prob_micro_batch_rows=16)
+    assert schedule_multiple(ParallelConfig(dp=2), sizes) == 64
+
+
+def test_tensor_and_pipeline_ranks_do_not_multiply_rows() -> None:
+    alone = schedule_multiple(ParallelConfig(dp=2), TrainerConfig())
+    assert schedule_multiple(ParallelConfig(tp=4, pp=2, dp=2), TrainerConfig()) == alone
+
+
+def test_the_table_of_the_default_recipe() -> None:
+    config = Config()
+    config.parallel.dp = 2
+    plan = {row.name: row.value for row in batch_plan(config)}
+    assert plan == {
+        "tasks an iteration": 16,
+        "episodes an iteration": 128,
+        "rows an iteration, at least": 128,
+        "rows an iteration, at most": 1920,
+        "rows of one log-prob pass over all ranks": 16,
+        "rows of one training pass over all ranks": 8,
+        "rows of one mini-batch": 64,
+        "multiple": 64,
+        "aligned rows, at most": 1920,
+        "rows of one rank, at most": 960,
+        "mini-batches an iteration, at most": 30,
+        "optimizer steps an iteration, at most": 30,
+        "micro-batches of one mini-batch on one rank": 8,
+        "log-prob micro-batches of one rank, at most": 120,
+        "tokens of a row, at most": 4608,
+        "tokens of a training micro-batch, at most": 18432,
+        "tokens of a log-prob micro-batch, at most": 36864,
+        "tokens an iteration, at most": 4608 * 1920,
+    }
+
+
+def test_the_default_recipe_has_no_problems() -> None:
+    assert batch_problems(Config()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"rollout.n": 8},
+            "rollout.n=8: groups are sampled by the environment; set env.rollout.n=8 and leave rollout.n=1",
+        ),
+        (
+            {"env.rollout.n": 1},
+            "env.rollout.n=1: advantages compare the episodes of a task, so a group needs at least 2",
+        ),
+        (
+            {"parallel.dp": 3},
+            "trainer.mini_batch_rows=64 is not a multiple of 12 (parallel.dp 3 x trainer.micro_batch_rows 4), so",
+        ),
+        (
+            {"trainer.mini_batch_rows": 4096},
+            "trainer.mini_batch_rows=4096: 16 x 8 episodes cannot fill it (at most 1920 rows an iteration)",
+        ),
+        (
+            {"trainer.log_prob_micro_batch_rows": 61},
+            "filled up to a multiple of 3904 rows, but 16 x 8 episodes have at most 1920; use a size that divides 64",
+        ),
+        ({"trainer.micro_batch_rows": 0}, "trainer.micro_batch_rows=0: it must be at least 1"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_told_with_its_fix(changes: dict[str, int], sentence: str) -> None:
+    problems = batch_problems(changed(changes))
+    assert any(sentence in problem for problem in problems), problems
+
+
+def test_the_warm_start_shares_its_rows_equally() -> None:
+    assert sft_batch_problems(changed({"parallel.dp": 2})) == []
+    problems = sft_batch_problems(changed({"parallel.dp": 2, "sft.batch_rows": 7}))
+    assert problems == ["sft.batch_rows=7 cannot be shared equally by parallel.dp=2 ranks; use 6 or 8"]
+
+
+def test_all_problems_are_told_together() -> None:
+    assert len(batch_problems(changed({"rollout.n": 2, "parallel.dp": 3, "env.rollout.n": 1}))) >= 3
+
+
+def changed(changes: dict[str, int]) -> Config:
+    config = Config()
+    for path, value in changes.items():
+        *groups, name = path.split(".")
+        target: object = config
+        for group in groups:
+            target = getattr(target, group)
+        setattr(target, name, value)
+    return config

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagent.config import EnvConfig
+from megagent.envs.base import Task
+from megagent.envs.webshop.catalog import Records, build_products
+from megagent.envs.webshop.goals import Goal
+from megagent.envs.webshop.rules import HONEST, ORIGINAL
+from megagent.envs.webshop.session import Session
+from megagent.envs.webshop.world import build_webshop, make_shop
+from megagent.errors import MegagentError
+
+from .conftest import entry, item
+
+OPTIONS = {"Size": [{"value": "S"}, {"value": "L"}], "Color": [{"value": "Red"}, {"value": "Blue"}]}
+
+
+def visit(rules=HONEST, count=5, **fields) -> Session:
+    items = [item(f"B{number}", **{"customization_options": OPTIONS, **fields}) for number in range(1, count + 1)]
+    products = build_products(Records(items, {element["asin"]: entry() for element in items}))
+    shop = make_shop(products, {p.asin: p.prices[0] for p in products}, page_size=2, most_results=50, rules=rules)
+    return Session(shop, Goal(products[0], "find it", ("washable",), (("color", "red"), ("size", "s")), 20.0))
+
+
+def acted(session: Session, *actions: str) -> Session:
+    for action in actions:
+        session.act(action)
+    return session
+
+
+def test_the_search_page_offers_the_box_and_its_button():
+    session = visit()
+    assert session.has_search_box
+    assert session.clickables == ("search",)
+    assert session.anchor() == "'Search'"
+
+
+def test_results_show_a_page_of_products_with_their_price():
+    session = acted(visit(), "search[shirt]")
+    assert session.clickables == ("back to search", "next >", "b1", "b2")
+    assert session.segments() == [
+        "Back to Search", "Page 1 (Total results: 5)", "Next >",
+        "B1", "Blue Cotton Shirt", "$10.5", "B2", "Blue Cotton Shirt", "$10.5",
+    ]  # fmt: skip
+
+
+def test_later_pages_go_back_and_beyond_the_last_one_they_are_empty():
+    session = acted(visit(), "search[shirt]", "click[next >]")
+    assert session.clickables == ("back to search", "< prev", "next >", "b3", "b4")
+    assert acted(session, "click[next >]", "click[next >]").clickables == ("back to search", "< prev", "next >")
+    assert acted(session, "click[< prev]").clickables[-1] == "b5"
+
+
+def test_an_item_offers_its_parts_and_then_its_options_in_page_order():
+    session = acted(visit(), "search[shirt]", "click[b1]")
+    assert session.clickables == (
+        "back to search", "< prev", "description", "features", "reviews", "buy now", "s", "l", "red", "blue",
+    )  # fmt: skip
+
+
+def test_the_selection_is_said_in_the_order_of_the_options_whatever_the_order_of_the_clicks():
+    one = acted(visit(), "search[shirt]", "click[b1]", "click[red]", "click[s]")
+    other = acted(visit(), "search[shirt]", "click[b1]", "click[s]", "click[blue]", "click[red]")
+    assert "Selected: size s, color red" in one.segments()
+    assert one.anchor() == other.anchor()
+
+
+def test_the_original_does_not_show_the_selection():
+    session = acted(visit(ORIGINAL), "search[shirt]", "click[b1]")
+    before = session.anchor()
+    assert acted(session, "click[red]").anchor() == before
+    assert session.chosen == {"color": "red"}
+
+
+def test_a_new_value_replaces_the_old_one_and_a_second_click_keeps_it():
+    session = acted(visit(), "search[shirt]", "click[b1]", "click[red]", "click[blue]", "click[blue]")
+    assert session.chosen == {"color": "blue"}
+
+
+def test_sub_pages_keep_the_selection_and_offer_no_purchase():
+    session = acted(visit(), "search[shirt]", "click[b1]", "click[red]", "click[description]")
+    assert session.clickables == ("back to search", "< prev")
+    assert session.segments() == ["Back to Search", "< Prev", "A shirt."]
+    assert acted(session, "click[< prev]", "click[features]").segments()[2:] == ["washable", "light"]
+    assert acted(session, "click[< prev]", "click[reviews]").segments()[2:] == []
+    assert acted(session, "click[< prev]").chosen == {"color": "red"}
+
+
+@pytest.mark.parametrize("action", ["click[< prev]", "click[back to search]", "search[shirt]"])
+def test_leaving_an_item_clears_the_selection(action):
+    session = acted(visit(), "search[shirt]", "click[b1]", "click[red]", action)
+    assert session.chosen == {}
+
+
+def test_back_from_an_item_returns_to_the_same_page_of_results():
+    session = acted(visit(), "search[shirt]", "click[next >]", "click[b4]", "click[< prev]")
+    assert session.clickables[-2:] == ("b3", "b4")
+
+
+@pytest.mark.parametrize(
+    "action",
+    ["", "buy now", "click[]", "Click[red]", "click [red]", "I will click[red]", "click[green]", "click[search]",
+     "search[]", "search[\nx]", "search[a [b] c]", "think[x]"],
+)  # fmt: skip
+def test_what_is_no_action_of_the_page_changes_nothing(action):
+    session = acted(visit(), "search[shirt]", "click[b1]")
+    before = (session.anchor(), session.clickables, dict(session.chosen))
+    session.act(action)
+    assert (session.anchor(), session.clickables, session.chosen) == before
+
+
+def test_an_action_is_read_from_its_start_and_in_any_case_of_its_argument():
+    session = acted(visit(), "search[SHIRT] now", "click[B1] please", "click[Red]")
+    assert session.chosen == {"color": "red"}
+
+
+def test_a_search_is_accepted_on_every_page():
+    assert acted(visit(), "search[shirt]", "click[b1]", "search[nothing at all]").segments()[1] == (
+        "Page 1 (Total results: 0)"
+    )
+
+
+@pytest.mark.parametrize("query", ["<r>", "<a> washable", "<c> fashion", "<q> shirts"])
+def test_the_originals_magic_keywords_are_plain_text(query):
+    found = acted(visit(), f"search[{query}]").hits
+    assert len(found) in (0, 5)
+    assert found == acted(visit(), f"search[{query.replace('<', '').replace('>', '')}]").hits
+
+
+def test_a_purchase_is_scored_and_ends_the_visit():
+    session = acted(visit(), "search[shirt]", "click[b2]", "click[red]", "click[buy now]")
+    assert session.done
+    assert session.clickables == ()
+    assert session.reward is not None
+    assert session.reward.score == pytest.approx(3 / 4)
+    assert '[SEP] B2 [SEP] options [SEP] {"color": "red"} [SEP]' in session.anchor()
+    page = session.anchor()
+    assert acted(session, "search[shirt]").anchor() == page
+
+
+SHARED = {"Trim": [{"value": "red"}, {"value": "Features"}], "Color": [{"value": "Red"}, {"value": "Blue"}]}
+
+
+def test_a_value_of_two_options_or_of_a_button_is_offered_with_its_name():
+    session = acted(visit(customization_options=SHARED), "search[shirt]", "click[b1]")
+    assert session.clickables[-4:] == ("trim: red", "trim: features", "color: red", "blue")
+    assert acted(session, "click[color: red]", "click[trim: features]").chosen == {"color": "red", "trim": "features"}
+
+
+def test_in_the_original_the_last_option_with_a_value_is_meant():
+    session = acted(visit(ORIGINAL, customization_options=SHARED), "search[shirt]", "click[b1]", "click[red]")
+    assert session.chosen == {"color": "red"}
+
+
+@pytest.mark.parametrize(("text", "segments"), [("", []), (" ", [""]), (" \n", []), (" x ", ["x"])])
+def test_blank_texts_make_the_segments_of_the_original(text, segments):
+    session = acted(visit(name=text), "search[shirt]")
+    assert session.segments()[3:] == ["B1", *segments, "$10.5", "B2", *segments, "$10.5"]
+
+
+def test_an_empty_bullet_is_an_empty_segment():
+    session = acted(visit(small_description=["", "x", " \n"]), "search[shirt]", "click[b1]", "click[features]")
+    assert session.segments()[2:] == ["", "x"]
+
+
+def test_an_environment_reports_reward_only_for_a_won_episode(world):
+    task = world.tasks("train")[0]
+    environment = world.make()
+    observation = environment.reset(task)
+    assert observation.admissible == ("search[<your query>]", "click[search]")
+    assert observation.task == world.goal(task).text
+    assert observation.task not in observation.page
+    environment.step("search[shirt]")
+    opened = environment.step(f"click[{environment.session.shown()[0].asin.lower()}]")
+    assert (opened.reward, opened.done, opened.won, opened.score) == (0.0, False, False, 0.0)
+    bought = environment.step("click[buy now]")
+    assert (bought.done, bought.won, bought.reward) == (True, False, 0.0)
+    assert bought.observation.admissible == ()
+
+
+def test_an_environment_does_not_start_over_by_itself(world):
+    environment = world.make()
+    environment.reset(world.tasks("train")[0])
+    environment.step("search[shirt]")
+    environment.step(f"click[{environment.session.shown()[0].asin.lower()}]")
+    environment.step("click[buy now]")
+    with pytest.raises(MegagentError, match=r"the episode has ended; call reset"):
+        environment.step("search[shirt]")
+
+
+def test_an_environment_wants_a_reset_first(world):
+    with pytest.raises(MegagentError, match=r"call reset\(task\) first"):
+        world.make().step("search[shirt]")
+
+
+def test_a_task_of_another_world_is_refused(world):
+    with pytest.raises(MegagentError, match=r"task webshop-x \(y\) is not one of env.catalog=embedded"):
+        world.make().reset(Task("webshop-x", "train", "y"))
+
+
+def test_an_unknown_panel_is_refused(world):
+    with pytest.raises(MegagentError, match=r"no panel 'dev'; use one of"):
+        world.tasks("dev")
+
+
+def test_visits_of_one_world_do_not_touch_each_other(world):
+    first, second = world.make(), world.make()
+    task = world.tasks("train")[0]
+    first.reset(task)
+    before = second.reset(task)
+    first.step("search[shirt]")
+    assert second.step("nothing").observation == before
+
+
+WORLD = build_webshop(EnvConfig(page_size=4))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_every_admissible_action_is_carried_out_until_the_purchase(data):
+    environment = WORLD.make()
+    observation = environment.reset(WORLD.tasks("train")[0])
+    for _ in range(12):
+        choices = [action for action in observation.admissible if action != "click[search]"]
+        action = data.draw(st.sampled_from(choices)).replace("<your query>", "soft shirt red")
+        again = action.removeprefix("click[").removesuffix("]") in environment.session.chosen.values()
+        result = environment.step(action)
+        assert again or result.observation != observation
+        assert result.done == (action == "click[buy now]")
+        if result.done:
+            break
+        observation = result.observation

@@ -1,0 +1,107 @@
+"""What a model's text means to the environment."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagent.rollout.projection import TAIL_CHARACTERS, is_admissible, project
+
+ITEM_PAGE = ("click[back to search]", "click[buy now]", "click[red]", "click[Size: 9 (wide) | 43]")
+SEARCH_PAGE = ("search[<your query>]", "click[search]")
+
+
+def test_a_thought_and_an_offered_action_are_valid():
+    result = project("<think>red it is</think><action>click[red]</action>", ITEM_PAGE)
+    assert (result.action, result.valid, result.parsed) == ("click[red]", True, True)
+
+
+def test_text_around_tags_and_space_inside_them_do_not_matter():
+    assert project("so: <think>a</think>\n then <action>\n click[red] \n</action> done", ITEM_PAGE).valid
+
+
+def test_case_does_not_matter():
+    result = project("<Think>x</THINK><Action>Click[RED]</Action>", ITEM_PAGE)
+    assert (result.action, result.valid) == ("click[red]", True)
+
+
+def test_an_offered_action_is_compared_in_lower_case():
+    assert project("<think>x</think><action>click[size: 9 (wide) | 43]</action>", ITEM_PAGE).valid
+
+
+def test_an_action_that_the_page_does_not_offer_parses_but_is_invalid():
+    result = project("<think>x</think><action>click[blue]</action>", ITEM_PAGE)
+    assert (result.action, result.valid, result.parsed) == ("click[blue]", False, True)
+
+
+@pytest.mark.parametrize("query", ["red shirt", "a [b] c", "click[red]", "<your query>", "50% off | new"])
+def test_a_search_box_admits_any_query(query):
+    assert project(f"<think>x</think><action>search[{query}]</action>", SEARCH_PAGE).valid
+
+
+@pytest.mark.parametrize("action", ["search[]", "search[  ]", "search[x", "search", "i search[x]", "search[a\nb]"])
+def test_a_search_box_does_not_admit_a_malformed_search(action):
+    assert not project(f"<think>x</think><action>{action}</action>", SEARCH_PAGE).valid
+
+
+def test_a_search_without_a_search_box_is_invalid():
+    assert not project("<think>x</think><action>search[red]</action>", ITEM_PAGE).valid
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<action>click[red]</action>",  # no thought
+        "<think>never closed<action>click[red]</action>",
+        "</think>closed before it opens<think><action>click[red]</action>",
+    ],
+)
+def test_an_action_without_a_whole_thought_acts_but_is_invalid(text):
+    result = project(text, ITEM_PAGE)
+    assert (result.action, result.valid, result.parsed) == ("click[red]", False, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "<think>x</think>",
+        "<think>x</think><action>click[red]",  # cut off by the response limit
+        "<think>x</think>click[red]</action>",
+        "\x00\ufffd\U0001f600",
+    ],
+)
+def test_a_reply_without_an_action_is_invalid_and_acts_through_its_tail(text):
+    result = project(text, ITEM_PAGE)
+    assert (result.valid, result.parsed) == (False, False)
+    assert result.action == text.lower()[-TAIL_CHARACTERS:].strip()
+
+
+def test_action_tags_in_the_wrong_order_give_no_action():
+    result = project("<think>x</think></action>click[red]<action>", ITEM_PAGE)
+    assert (result.action, result.valid, result.parsed) == ("", False, False)
+
+
+def test_the_first_of_several_actions_counts():
+    text = "<think>x</think><action>click[red]</action><action>click[buy now]</action>"
+    assert project(text, ITEM_PAGE).action == "click[red]"
+
+
+def test_the_end_of_the_action_is_the_first_closing_tag_even_inside_an_argument():
+    assert project("<think>x</think><action>click[red</action>]</action>", ITEM_PAGE).action == "click[red"
+
+
+def test_chinese_characters_make_a_reply_invalid():
+    assert not project("<think>红色</think><action>click[red]</action>", ITEM_PAGE).valid
+
+
+def test_nothing_is_admissible_on_a_page_without_actions():
+    assert not is_admissible("click[red]", ())
+
+
+@given(text=st.text(max_size=60), body=st.text(max_size=20))
+def test_any_text_projects_and_valid_implies_admissible(text, body):
+    for reply in (text, f"<think>{text}</think><action>{body}</action>"):
+        result = project(reply, ITEM_PAGE)
+        assert not result.valid or (result.parsed and is_admissible(result.action, ITEM_PAGE))

@@ -1,0 +1,131 @@
+"""What the agent reads, in both styles, and the limit on its length."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megagent.config import EnvConfig, RolloutConfig
+from megagent.envs.base import Observation
+from megagent.errors import ConfigError, MegagentError
+from megagent.rollout.memory import History
+from megagent.rollout.prompts import PROMPTS, PromptBuilder, webshop, webshop_compact
+
+ITEM = Observation(
+    task="Find me a soft shirt with color: red",
+    page="'Back to Search' [SEP] '< Prev' [SEP] 'color' [SEP] 'red' [SEP] 'blue' [SEP] 'soft shirt' [SEP] 'Buy Now'",
+    admissible=("click[back to search]", "click[< prev]", "click[buy now]", "click[red]", "click[blue]"),
+)
+INDEX = Observation(task=ITEM.task, page="'Search'", admissible=("search[<your query>]", "click[search]"))
+
+
+class Words:
+    """One token for each word."""
+
+    chat_template: str | None = None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [len(word) for word in text.split()]
+
+
+class Chat(Words):
+    chat_template = "user: {{ content }} assistant:"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+        assert add_generation_prompt
+        assert not tokenize
+        return f"<user> {messages[0]['content']} <assistant>"
+
+
+def past(*steps: tuple[str, str], length: int = 2) -> History:
+    history = History(length)
+    for page, action in steps:
+        history.add(page, action)
+    return history
+
+
+def builder(style: str, limit: int, tokenizer: Words | None = None) -> PromptBuilder:
+    return PromptBuilder(EnvConfig(prompt=style), RolloutConfig(max_prompt_tokens=limit), tokenizer or Words())
+
+
+@pytest.mark.parametrize("style", PROMPTS)
+def test_every_style_shows_task_and_every_action(style):
+    text = PROMPTS[style](ITEM, past()).lower()
+    assert ITEM.task.lower() in text
+    assert all(action in text for action in ITEM.admissible)
+
+
+def test_webshop_shows_page_and_form_of_the_reply():
+    text = webshop(ITEM, past())
+    assert ITEM.page in text
+    assert all(tag in text for tag in ("<think>", "</think>", "<action>", "</action>"))
+
+
+def test_webshop_shows_the_last_steps_by_their_number():
+    text = webshop(ITEM, past(("'a'", "click[a]"), ("'b'", "click[b]"), ("'c'", "click[c]")))
+    assert "[Observation 2: ''b'', Action 2: 'click[b]']\n[Observation 3: ''c'', Action 3: 'click[c]']" in text
+    assert "3 step(s)" in text
+    assert "now at step 4" in text
+    assert "click[a]" not in text
+
+
+def test_webshop_without_history_says_nothing_of_steps():
+    assert "Observation" not in webshop(ITEM, past(("'a'", "click[a]"), length=0))
+
+
+def test_compact_marks_actions_in_place_and_once():
+    text = webshop_compact(ITEM, past())
+    assert text.endswith(
+        "click[back to search] [SEP] click[< prev] [SEP] color [SEP] click[red] [SEP] click[blue] [SEP] "
+        "soft shirt [SEP] click[buy now]\n"
+    )
+
+
+def test_compact_appends_actions_that_are_no_text_of_the_page():
+    observation = Observation(task="t", page="'one'", admissible=("click[two]",))
+    assert webshop_compact(observation, past()) == "t\none [SEP] click[two]\n"
+
+
+def test_compact_shows_a_search_box_as_one_action():
+    assert webshop_compact(INDEX, past()).splitlines()[-1] == "search[<your query>]"
+
+
+def test_compact_shows_past_actions_without_pages():
+    text = webshop_compact(ITEM, past(("'Search'", "search[soft shirt]"), ("'results'", "click[b01]")))
+    assert text.splitlines()[1:3] == ["search[soft shirt]", "click[b01]"]
+    assert "results" not in text
+
+
+def test_compact_keeps_a_quote_inside_a_segment():
+    observation = Observation(task="t", page="'men's' [SEP] 'it's'", admissible=())
+    assert webshop_compact(observation, past()) == "t\nmen's [SEP] it's\n"
+
+
+def test_a_prompt_that_fits_keeps_its_history():
+    history = past(("'a'", "click[a]"))
+    assert builder("webshop", 1000).build(ITEM, history) == Words().encode(webshop(ITEM, history), False)
+
+
+def test_a_prompt_that_is_too_long_drops_its_history():
+    bare = Words().encode(webshop(ITEM, past()), False)
+    assert builder("webshop", len(bare)).build(ITEM, past(("'a'", "click[a]"))) == bare
+
+
+def test_a_prompt_that_is_too_long_without_history_is_an_error_that_names_value_rule_and_fix():
+    tokens = len(Words().encode(webshop(ITEM, past()), False))
+    with pytest.raises(MegagentError, match=f"{tokens} tokens.*rollout.max_prompt_tokens={tokens - 1}.*Set") as caught:
+        builder("webshop", tokens - 1).build(ITEM, past(("'a'", "click[a]")))
+    assert re.search(r"env\.page_size", str(caught.value))
+
+
+def test_an_unknown_style_is_refused_with_those_that_exist():
+    with pytest.raises(ConfigError, match=r"env\.prompt=webshopp.*webshop_compact"):
+        builder("webshopp", 10)
+
+
+def test_a_chat_template_wraps_the_text():
+    tokens = builder("webshop", 1000, Chat()).build(ITEM, past())
+    assert tokens[0] == len("<user>")
+    assert tokens[-1] == len("<assistant>")
