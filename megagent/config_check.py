@@ -19,7 +19,7 @@ from megagent.algos.schedule import batch_problems, sft_batch_problems
 from megagent.config import Config
 from megagent.envs.base import WORLDS
 from megagent.errors import ConfigError, MegagentError
-from megagent.model_source import ASSETS, BUILTIN, hf_config_of, local_folder
+from megagent.model_source import BUILTIN, hf_config_of, local_folder
 from megagent.observe.run_folder import already_holds_run, holds_run
 from megagent.parallel.models import family_of
 from megagent.parallel.models.family import Sizes
@@ -250,8 +250,6 @@ def _check_model(config: Config, faults: Faults, command: Command | None) -> Non
         return
     if command == "sft" and path.startswith(BUILTIN):
         return  # it is about to be made
-    if path.startswith(BUILTIN) and not (ASSETS / path.removeprefix(BUILTIN) / "config.json").exists():  # TEMPORARY
-        return
     name = path.removeprefix(BUILTIN).rstrip("/").rsplit("/", 1)[-1]
     try:
         hf_config = hf_config_of(path, fetch=command is not None)

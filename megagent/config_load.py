@@ -69,12 +69,13 @@ def _compose(overrides: Sequence[str], faults: Faults) -> tuple[dict[str, Any], 
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     with initialize_config_dir(version_base="1.3", config_dir=str(configs_dir())):
         choices, edits = _sort_overrides(overrides, GlobalHydra.instance().config_loader(), faults)
         try:
             composed = compose(config_name="config", overrides=choices)
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
             faults.add(f"configs/ cannot be composed: {' '.join(str(error).split())}")
             return {}, edits
     return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False)), edits

@@ -11,6 +11,7 @@ from functools import cached_property
 from transformers import AutoTokenizer
 
 from megagent.algos.adjust import schedule_multiple
+from megagent.algos.metrics import credit_metrics
 from megagent.batch import StepBatch
 from megagent.cluster.bridge import FileBridge
 from megagent.cluster.engines import EngineGroup
@@ -122,7 +123,7 @@ class Run:
     # --- records -----------------------------------------------------------------------------------------------------
 
     def record(self, iteration: int, episodes: Sequence[Episode], rows: StepBatch) -> None:
-        self.metrics |= rollout_metrics(episodes, rows)
+        self.metrics |= rollout_metrics(episodes, rows) | credit_metrics(rows)
         phases = ("rollout", "prepare", "update", "sync")
         self.metrics["timing_s/iteration"] = sum(self.metrics[f"timing_s/{name}"] for name in phases)
         tokens = self.metrics["rollout/response_tokens"]
@@ -162,7 +163,7 @@ def open_run(config: Config) -> Iterator[Run]:
         world = build_world(config.env)
         tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
         folder = stack.enter_context(RunFolder.create(config))
-        recorder = stack.enter_context(Recorder(folder, config))
+        recorder = stack.enter_context(Recorder(folder, config, tokenizer.decode))
         with recorder.phase("start"):
             stack.enter_context(ray_session(config))
             placement = Placement(config, platform.resolve(config.cluster.platform))

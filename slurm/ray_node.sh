@@ -30,10 +30,9 @@ is_tracker() {
     grep -q resource_tracker "/proc/$1/cmdline" 2>/dev/null
 }
 
+# Ends this job's processes on this node, those that left their session or parent too.
 sweep() {
-    trap '' TERM INT HUP
     local pid pids deadline=$((SECONDS + grace_s))
-    [ -z "${ray:-}" ] || disown "$ray"  # no "Killed" line in the job's output
     mapfile -t pids < <(ours)
     [ "${#pids[@]}" = 0 ] || kill -TERM "${pids[@]}" 2>/dev/null
     while [ "$SECONDS" -lt "$deadline" ]; do
@@ -48,6 +47,13 @@ sweep() {
     [ "${#pids[@]}" = 0 ] || sleep 1
     mapfile -t pids < <(ours)
     [ "${#pids[@]}" = 0 ] || kill -KILL "${pids[@]}" 2>/dev/null
+}
+
+finish() {
+    trap '' TERM INT HUP
+    [ -z "${ray:-}" ] || disown "$ray" 2>/dev/null  # no "Killed" line in the job's output
+    [ -z "${control:-}" ] || kill "$control" 2>/dev/null
+    sweep
     rm -rf "$dir" "$shm"
 }
 
@@ -63,11 +69,14 @@ make_private() {
 make_private "$dir"
 make_private "$shm"
 trap 'exit 143' TERM INT HUP
-trap sweep EXIT
+trap finish EXIT
 
 IFS= read -r token || { echo "ray_node: no token came on standard input." >&2; exit 1; }
 printf '%s' "$token" >"$dir/token"
 unset token RAY_ADDRESS
+# Before the exports, so that the sweep spares it. Without <&0 bash gives a background command /dev/null.
+cat <&0 >/dev/null &
+control=$!
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$dir/token RAY_TMPDIR=$dir TMPDIR=$dir
 # Process titles would overwrite the environment that `ours` reads.
 export SPT_NOENV=1 RAY_USAGE_STATS_ENABLED=0
@@ -81,16 +90,19 @@ if [ "$role" = head ]; then
 else
     options+=(--address="$address")
 fi
-ray start "${options[@]}" --block </dev/null >"$dir/ray_start.log" 2>&1 &
-ray=$!
-
-# Bash runs a trap only between foreground commands, and `wait` is the one it interrupts for it.
-cat <&0 >/dev/null &  # without <&0 bash gives a background command /dev/null
-control=$!
-wait -n "$ray" "$control"
-if ! kill -0 "$ray" 2>/dev/null; then
-    echo "ray_node: Ray ended on $(hostname) ($role of $address); its last lines:" >&2
-    tail -n 15 "$dir/ray_start.log" >&2
-    exit 1
-fi
-exit 0
+for attempt in 1 2 3; do
+    ray start "${options[@]}" --block </dev/null >"$dir/ray_start.log" 2>&1 &
+    ray=$!
+    # Bash runs a trap only between foreground commands, and `wait` is the one it interrupts for it.
+    wait -n "$ray" "$control"
+    kill -0 "$control" 2>/dev/null || exit 0
+    # Ray gives a node 30 s to start, too little on a busy machine or a slow file system.
+    if grep -q "Ray runtime started" "$dir/ray_start.log" || [ "$attempt" = 3 ]; then
+        break
+    fi
+    echo "ray_node: Ray did not start on $(hostname) ($role of $address); trying again." >&2
+    sweep
+done
+echo "ray_node: Ray ended on $(hostname) ($role of $address); its last lines:" >&2
+tail -n 15 "$dir/ray_start.log" >&2
+exit 1

@@ -49,10 +49,10 @@ def last_valid_token(batch: StepBatch) -> tuple[Tensor, Tensor]:
     # Nearly every row ends in a loss token; only the others are searched.
     unsure = rows[mask.values[last[rows]] == 0]
     tails = mask.take(unsure)
-    row = tails.row_of_token
-    position = torch.arange(tails.tokens) + (mask.offsets[unsure] - tails.offsets[:-1])[row]
+    tail = tails.row_of_token
+    position = torch.arange(tails.tokens) + (mask.offsets[unsure] - tails.offsets[:-1])[tail]
     loss_tokens = tails.values != 0
     found = torch.full((len(tails),), -1, dtype=torch.int64)
-    found.scatter_reduce_(0, row[loss_tokens], position[loss_tokens], "amax")
+    found.scatter_reduce_(0, tail[loss_tokens], position[loss_tokens], "amax")
     last[unsure] = torch.where(found >= 0, found, last[unsure])
     return last[rows], rows

@@ -72,7 +72,7 @@ class Console:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._run = self._progress.add_task("run", total=iterations, count=f"0/{iterations}")
+        self._run = self._progress.add_task("run", total=iterations, count=f"0/{iterations}", visible=False)
 
     def __enter__(self) -> Console:
         self._progress.start()
@@ -111,10 +111,11 @@ class Console:
         cells = " ".join([str(number).rjust(NUMBER_WIDTH), *(column.cell(metrics) for column in COLUMNS)])
         self._header()
         self._print(cells)
-        self._progress.update(self._run, completed=number, count=f"{number}/{self.iterations}")
+        self._show_run(number)
 
     def validation(self, number: int, metrics: Mapping[str, float]) -> None:
         """The held-out success, sampled and greedy, with its 95% interval, of the policy after iteration `number`."""
+        self._show_run(number)
         self._header()
         for title, prefix in VALIDATIONS:
             if f"{prefix}/success_rate" in metrics:
@@ -126,6 +127,9 @@ class Console:
     def note(self, text: str) -> None:
         """A line of its own: where files are, what is waited for."""
         self._print(text, style="dim")
+
+    def _show_run(self, number: int) -> None:
+        self._progress.update(self._run, completed=number, count=f"{number}/{self.iterations}", visible=True)
 
     def _header(self) -> None:
         if self._lines_since_header is None or self._lines_since_header >= HEADER_EVERY:

@@ -62,7 +62,7 @@ def gather_hf(
     Megatron tensor's worth of them at a time. Raises MegagentError if the model's parameters are not the family's.
     """
     parameters = named_parameters(model_chunks, family, hf_config)
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+    if _replica() != 0:
         return
     tp, tp_rank = _tensor_ranks()
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -104,6 +104,9 @@ def export_hf(
     written: the folder is complete when rank 0 returns. Raises MegagentError if the folder exists and is not empty.
     """
     folder = Path(folder)
+    if _replica() != 0:
+        # Not even a look at the folder: rank 0, which does not wait for this replica, may have written it already.
+        return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise MegagentError(f"{folder} exists already; choose another folder for the model or remove it")
     tensors = gather_hf(model_chunks, family, hf_config)
@@ -323,6 +326,10 @@ def _global_name(local_name: str, numbers: Sequence[int]) -> str:
         return local_name
     position, rest = local_name.removeprefix(prefix).split(".", 1)
     return f"{prefix}{numbers[int(position)]}.{rest}"
+
+
+def _replica() -> int:
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def _tensor_ranks() -> tuple[int, int]:

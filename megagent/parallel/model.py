@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megagent.config import Config
 from megagent.errors import ConfigError
 from megagent.parallel import models, platform
+from megagent.parallel.attention import TorchAttention
 from megagent.parallel.topology import Topology
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -129,10 +130,10 @@ def transformer_config(config: Config, family: models.Family, hf_config: dict[st
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=platform.kernels(here.kind).grad_accumulation,
-        # The fused forms exist for one memory pass in a compiled kernel; unfused they are slower than plain torch.
+        # These save memory passes when compiled, as they are on CUDA only; interpreted they are slower than plain torch.
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
-        masked_softmax_fusion=fused,
+        masked_softmax_fusion=False,
         apply_rope_fusion=fused and platform.kernels(here.kind).spec == "transformer_engine",
     )
 
@@ -143,11 +144,13 @@ def layer_spec(transformer: TransformerConfig) -> ModuleSpec:
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=transformer.num_moe_experts, qk_layernorm=transformer.qk_layernorm
         )
-    return get_gpt_layer_local_spec(
+    spec = get_gpt_layer_local_spec(
         num_experts=transformer.num_moe_experts,
         qk_layernorm=transformer.qk_layernorm,
         normalization=transformer.normalization,
     )
+    spec.submodules.self_attention.submodules.core_attention = TorchAttention
+    return spec
 
 
 def _uninitialised(weight: Tensor) -> Tensor:
