@@ -60,7 +60,9 @@ class EngineGroup:
 
     def receive_weights(self, path: Path, version: int) -> list[int]:
         """Take over the weights in a safetensors file of full Hugging Face tensors; the version each engine has now."""
-        return list(wait_all(self._calls("receive_weights", str(path), version), "weight sync", self.timeout_s).values())
+        return list(
+            wait_all(self._calls("receive_weights", str(path), version), "weight sync", self.timeout_s).values()
+        )
 
     def close(self) -> None:
         """End the engines and the processes that they started."""

@@ -39,8 +39,9 @@ class EnvironmentActor:
             raise self._failure(slot, f"step with action {action[:200]!r}", error) from error
 
     def _failure(self, slot: int, doing: str, error: Exception) -> InfrastructureError:
+        raised = f"{type(error).__name__}: {error}"
         return InfrastructureError(
-            f"env.name={self.config.name}: {doing} of task {self.tasks[slot].uid} raised {type(error).__name__}: {error}. "
+            f"env.name={self.config.name}: {doing} of task {self.tasks[slot].uid} raised {raised}. "
             "An environment must answer every action; the iteration ends here and its rows are not used."
         )
 

@@ -60,12 +60,11 @@ class Placement:
             if len({node for node, _ in self.gpus[engine * tp : (engine + 1) * tp]}) != 1
         ]
         if split:
-            raise ConfigError(
-                [
-                    f"rollout.tp={tp}: engines {split} would span two nodes, and an engine stays on one. "
-                    "Choose a rollout.tp that divides the GPUs of a node."
-                ]
+            problem = (
+                f"rollout.tp={tp}: engines {split} would span two nodes, and an engine stays on one; "
+                "choose a rollout.tp that divides the GPUs of a node"
             )
+            raise ConfigError([problem])
 
     def _bundle(self, bundle: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)

@@ -176,7 +176,9 @@ class Policy:
         weights = sequences.columns["loss_weights"].values * sequences.wanted.values
         total = float(self.topology.sum_over_replicas([float(weights.double().sum())])[0])
         if total <= 0:
-            raise MegagentError(f"the loss weights of the batch sum to {total}; give at least one token a weight above 0")
+            raise MegagentError(
+                f"the loss weights of the batch sum to {total}; give at least one token a weight above 0"
+            )
 
         def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             log_probs = vocab_parallel_log_probs(

@@ -80,9 +80,7 @@ class Rank:
         from megagent.parallel import hf_io
 
         stage = self.policy.stage
-        tensors = {
-            name: tensor.cpu() for name, tensor in hf_io.gather_hf(stage.chunks, stage.family, stage.hf_config)
-        }
+        tensors = {name: tensor.cpu() for name, tensor in hf_io.gather_hf(stage.chunks, stage.family, stage.hf_config)}
         if self.rank == 0:
             beside = Path(f"{path}.partial")
             save_file(tensors, beside, metadata={"version": str(version)})

@@ -29,6 +29,7 @@ from megagent.config import Config
 from megagent.errors import ConfigError, InfrastructureError, MegagentError
 
 if TYPE_CHECKING:
+    from vllm.outputs import WeightVersionSpan
     from vllm.v1.engine.async_llm import AsyncLLM
 
 RECEIVER = "megagent.parallel.reshard.receiver"  # vLLM imports it by name; this module does not import vLLM by itself
@@ -80,7 +81,7 @@ class VllmEngine:
         self._timeout_s = config.cluster.timeout_s if timeout_s is None else timeout_s
         self._end_tokens = _end_tokens(self._model_path)
         self._llm: AsyncLLM | None = None
-        self._failure: InfrastructureError | None = None
+        self._failure: str | None = None  # why the engine is unusable
         self._version: int | None = None
         self._updating = False
         self._request_ids = itertools.count()
@@ -109,23 +110,29 @@ class VllmEngine:
         self._sockets = tempfile.mkdtemp(prefix="megagent-vllm-")
         _set_environment(self._config, self._timeout_s, self._sockets)
         if not any(plugin.value == f"{RECEIVER}:register" for plugin in entry_points(group="vllm.general_plugins")):
-            raise InfrastructureError("vLLM cannot find megagent's receiver plugin: install megagent (pip install -e .).")
+            raise InfrastructureError("vLLM cannot find megagent's plugin: install megagent (pip install -e .).")
         before = set(_children())
+        late = threading.Event()
 
         def started() -> list[psutil.Process]:
             return [process for process in _children() if process not in before]
 
+        def end() -> None:
+            late.set()
+            _kill(started())
+
         # AsyncLLM's constructor blocks and has no deadline of its own; it fails once its processes are gone.
-        deadline = threading.Timer(self._timeout_s, lambda: _kill(started()))
+        deadline = threading.Timer(self._timeout_s, end)
         deadline.daemon = True
         deadline.start()
         try:
             self._llm = _make_llm(self._config, self._model_path)
-            await self._call("starting the engine", self._initialize())
             self._processes = started()
+            await self._call("preparing the engine", self._initialize())
         except Exception as error:
             self._processes = started()
-            raise self._fail(f"vLLM did not start for {self._model_path}: {error}") from error
+            reason = f"it took longer than {self._timeout_s:g} s" if late.is_set() else str(error)
+            raise self._fail(f"vLLM did not start for {self._model_path}: {reason}") from error
         finally:
             deadline.cancel()
         self._watcher = asyncio.create_task(self._watch())
@@ -174,7 +181,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         """Ends all processes of the engine. May be called repeatedly, and after a failure."""
-        self._failure = self._failure or InfrastructureError("the rollout engine is closed.")
+        self._failure = self._failure or "it has been closed"
         self._expire()
         if self._watcher is not None:
             self._watcher.cancel()
@@ -186,8 +193,6 @@ class VllmEngine:
             await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
         _kill(self._processes)
         shutil.rmtree(self._sockets, ignore_errors=True)
-
-    # ------------------------------------------------------------------ inside
 
     async def _initialize(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -208,7 +213,7 @@ class VllmEngine:
         [completion] = final.outputs
         token_ids = list(completion.token_ids)
         log_probs = [entry[token].logprob for token, entry in zip(token_ids, completion.logprobs, strict=True)]
-        return Generation(token_ids, log_probs, completion.finish_reason, self._version)
+        return Generation(token_ids, log_probs, completion.finish_reason, _version_of(completion.weight_versions))
 
     async def _receive(self, path: str, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -236,7 +241,7 @@ class VllmEngine:
             await self._call("resuming the engine", llm.resume_generation())
         except BaseException as error:  # a cancelled update leaves half of the layers too
             failure = self._fail(f"the update to weights version {version} failed: {error!s}")
-            if isinstance(error, asyncio.CancelledError):
+            if not isinstance(error, Exception):
                 raise
             raise failure from error
 
@@ -258,7 +263,7 @@ class VllmEngine:
 
     def _engine(self) -> AsyncLLM:
         if self._failure is not None:
-            raise self._failure
+            raise self._unusable()
         if self._llm is None:
             raise MegagentError("the rollout engine has not been started; await start() first.")
         return self._llm
@@ -272,13 +277,13 @@ class VllmEngine:
                     return await wait
                 finally:
                     self._waits.discard(limit)
-        except TimeoutError:
-            raise self._failure or self._fail(f"{what} took longer than {self._timeout_s:g} s") from None
         except MegagentError:
             raise
         except Exception as error:
             if self._failure is not None:
-                raise self._failure from error
+                raise self._unusable() from error
+            if isinstance(error, TimeoutError):
+                raise self._fail(f"{what} took longer than {self._timeout_s:g} s") from error
             if self._llm is not None and self._llm.errored:
                 raise self._fail(f"vLLM's engine process died ({error})") from error
             raise InfrastructureError(f"{what} failed: {error}") from error
@@ -292,14 +297,17 @@ class VllmEngine:
             await asyncio.sleep(WATCH_PERIOD_S)
 
     def _fail(self, reason: str) -> InfrastructureError:
-        """Marks the engine unusable, ends its processes and every wait. Returns the error, the first one if repeated."""
+        """Marks the engine unusable, ends its processes and every wait. Returns the error; the first reason stays."""
         if self._failure is None:
-            self._failure = InfrastructureError(f"the rollout engine is unusable: {reason.rstrip('.')}.")
+            self._failure = reason.rstrip(".")
             if self._llm is not None and self._llm.output_handler is not None:
-                self._llm.output_handler.cancel()
+                self._llm.output_handler.cancel()  # it would log the end of EngineCore as an error
             _kill(self._processes)
             self._expire()
-        return self._failure
+        return self._unusable()
+
+    def _unusable(self) -> InfrastructureError:
+        return InfrastructureError(f"the rollout engine is unusable: {self._failure}; start a new one.")
 
     def _expire(self) -> None:
         for limit in self._waits:
@@ -312,7 +320,7 @@ def _set_environment(config: Config, timeout_s: float, sockets: str) -> None:
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings tell of every default that the CPU changes
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONWARNINGS": "ignore::FutureWarning",
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Ranks of the trainer share the cores with the engine's workers: let the kernel place the threads.
@@ -334,11 +342,11 @@ def _make_llm(config: Config, model_path: Path) -> AsyncLLM:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     rollout = config.rollout
+    max_model_len = rollout.max_prompt_tokens + rollout.max_response_tokens
     if current_platform.is_cpu():
-        # With one rank the worker runs inside EngineCore: one process less to start and to talk to. vLLM only lets it
-        # when told that thread binding does not matter.
-        if rollout.tp == 1:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # With one rank the worker runs inside EngineCore: one process less to start and to talk to. vLLM forces a
+        # process of its own upon it, to bind its threads, unless this says otherwise; EngineCore stays a process.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if rollout.tp == 1 else "1"
         options: dict[str, Any] = {
             "distributed_executor_backend": "uni" if rollout.tp == 1 else "mp",
             "kv_cache_memory_bytes": rollout.kv_cache_gib << 30,
@@ -347,7 +355,7 @@ def _make_llm(config: Config, model_path: Path) -> AsyncLLM:
             # A request with a seed whose prompt is cut into chunks makes vLLM 0.32 rewind the offset of its generator,
             # which a CPU generator does not have; the engine dies of it. Whole prompts only, then.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(PREFILL_TOKENS, rollout.max_prompt_tokens + rollout.max_response_tokens),
+            "max_num_batched_tokens": max(PREFILL_TOKENS, max_model_len, rollout.max_sequences),
         }
     else:
         options = {"gpu_memory_utilization": rollout.memory_fraction, "enforce_eager": rollout.enforce_eager}
@@ -356,7 +364,7 @@ def _make_llm(config: Config, model_path: Path) -> AsyncLLM:
         skip_tokenizer_init=True,
         dtype={"fp32": "float32", "bf16": "bfloat16"}[config.model.dtype],
         tensor_parallel_size=rollout.tp,
-        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        max_model_len=max_model_len,
         max_num_seqs=rollout.max_sequences,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
@@ -372,7 +380,7 @@ def _make_llm(config: Config, model_path: Path) -> AsyncLLM:
 
 
 def _end_tokens(folder: Path) -> frozenset[int]:
-    """End-of-sequence ids of a Hugging Face folder. Raises ConfigError if it is none."""
+    """End-of-sequence ids of a Hugging Face folder. Raises ConfigError if it is no such folder."""
     config = folder / "config.json"
     if not config.is_file():
         raise ConfigError([f"{folder} has no config.json; give a Hugging Face model folder."], source="rollout engine")
@@ -382,6 +390,12 @@ def _end_tokens(folder: Path) -> frozenset[int]:
         if end is not None:
             ids.update([end] if isinstance(end, int) else end)
     return frozenset(ids)
+
+
+def _version_of(spans: Sequence[WeightVersionSpan] | None) -> int | None:
+    """Version that sampled a response; vLLM calls the weights of the model folder "default"."""
+    version = spans[-1].version if spans else "default"
+    return None if version == "default" else int(version)
 
 
 def _children() -> list[psutil.Process]:

@@ -63,4 +63,3 @@ def step_rows(episodes: Sequence[Episode]) -> StepBatch:
             ),
         }
     )
-

@@ -14,6 +14,8 @@ from megagent.cluster.session import ray_session
 from megagent.config import Config
 from megagent.errors import CatalogError, InfrastructureError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
@@ -69,7 +71,7 @@ def test_a_silent_process_is_named_at_the_deadline() -> None:
 
 
 def test_a_users_mistake_arrives_as_it_was_raised() -> None:
-    with pytest.raises(CatalogError, match="items.json: no such file"):
+    with pytest.raises(CatalogError, match=r"items\.json: no such file"):
         wait_all({"environment worker 0": Peer.remote().refuse.remote()}, "start", 60)
 
 

@@ -102,4 +102,4 @@ def test_weights_are_stored_in_the_type_that_the_config_names(tokenizer, tmp_pat
     write_model(tmp_path, tokenizer, fresh_weights(0), torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert {file.get_tensor(name).dtype for name in file} == {torch.bfloat16}
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118

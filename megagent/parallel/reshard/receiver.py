@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ _registered = False
 
 
 def register() -> None:
-    """Entry point of the plugin. vLLM calls it in the front-end, in EngineCore and in every worker, maybe repeatedly."""
+    """Entry point of the plugin: vLLM calls it in the front-end, EngineCore and every worker, maybe repeatedly."""
     global _registered
     if _registered:
         return
@@ -96,10 +97,18 @@ class FileReceiver(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     version: int | None = None  # of the weights that were received last, None for those of the checkpoint
     _received: int | None = None
 
+    @cached_property
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        return checkpoint_shapes(Path(self.model_config.model))
+
+    @cached_property
+    def _optional(self) -> frozenset[str]:
+        tied = getattr(self.model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
+        return frozenset({TIED_HEAD}) if tied else frozenset()
+
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        tied = bool(getattr(self.model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
-        self._optional = frozenset({TIED_HEAD}) if tied else frozenset()
-        self._expected = checkpoint_shapes(Path(self.model_config.model))
+        del init_info
+        _ = self._expected  # a model folder that cannot be read should fail at the start, not at the first sync
 
     def check(self, path: str, version: int) -> str | None:
         """None if the file holds the model's whole checkpoint in this version, else every fault in one text."""

@@ -1,0 +1,152 @@
+"""`megagent train`, end to end: real ranks, a real engine, real environments, real files."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs import LiveRun
+
+pytestmark = pytest.mark.slow
+
+
+def finished(folder: Path, *overrides: str) -> LiveRun:
+    run = LiveRun(folder, *overrides)
+    status = run.wait()
+    assert status == 0, run.output()
+    return run
+
+
+def iteration_record(run: LiveRun, iteration: int) -> dict[str, float]:
+    [record] = [line for line in run.metrics() if line["step"] == iteration and "actor/lr" in line]
+    return record
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+    """One iteration on TP2, as `make train` runs it."""
+    return finished(tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[list[LiveRun]]:
+    """Runs that a test starts and that must not outlive it."""
+    runs: list[LiveRun] = []
+    yield runs
+    for run in runs:
+        run.end()
+
+
+def assert_trained(run: LiveRun) -> None:
+    record = iteration_record(run, 1)
+    # Sampler and trainer hold the same weights in fp32: their log-probs differ by rounding only.
+    assert record["sampler/log_prob_diff/max"] < 1e-4
+    assert record["sync/version"] == 2
+    assert record["rollout/rows"] >= 8
+    assert record["episode/length/mean"] >= 1
+    assert record["actor/lr"] > 0
+    held_out = [line for line in run.metrics() if "val/sampled/success_rate" in line]
+    assert [line["step"] for line in held_out] == [0, 1]
+    assert all(line["val/greedy/tasks"] == 8 for line in held_out)
+
+
+def test_a_run_leaves_everything_its_folder_promises(plain: LiveRun) -> None:
+    assert_trained(plain)
+    folder = plain.folder
+    assert "webshop_tiny" in (folder / "config.yaml").read_text()
+    assert list((folder / "tensorboard").glob("events.*"))
+    assert (folder / "checkpoints" / "latest").exists()
+    recorded = sorted(path.name for path in (folder / "episodes").iterdir())
+    assert recorded == [f"iteration-000{i}-{kind}.jsonl" for i in (0, 1) for kind in ("greedy", "sampled")]
+    episode = json.loads((folder / "episodes" / recorded[0]).read_text().splitlines()[0])
+    assert episode["steps"]
+
+
+def test_nothing_outlives_a_finished_run(plain: LiveRun) -> None:
+    assert plain.leftovers(within_s=10) == []
+
+
+def test_the_exported_model_is_the_trained_one(plain: LiveRun) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from megagent.model_source import model_folder
+
+    trained = AutoModelForCausalLM.from_pretrained(plain.folder / "export", dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(model_folder("builtin:webshop_tiny"), dtype=torch.float32)
+    moved = [
+        float((after - before).abs().max())
+        for after, before in zip(trained.parameters(), start.parameters(), strict=True)
+    ]
+    assert max(moved) > 0
+    # Adam moves a weight by about the learning rate a step, and the run takes at most two steps.
+    assert max(moved) < 5 * iteration_record(plain, 1)["actor/lr"]
+    assert AutoTokenizer.from_pretrained(plain.folder / "export").encode("click[buy now]")
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(plain: LiveRun) -> None:
+    before = {path: path.read_bytes() for path in sorted(plain.folder.rglob("*")) if path.is_file()}
+    start = time.monotonic()
+    second = LiveRun(plain.folder)
+    assert second.wait(60) == 2
+    assert "already holds a run" in second.output()
+    assert "trainer.resume=true" in second.output()
+    assert "Traceback" not in second.output()
+    assert time.monotonic() - start < 45
+    after = {path: path.read_bytes() for path in sorted(plain.folder.rglob("*")) if path.is_file()}
+    assert after == before
+
+
+def test_a_resumed_run_goes_on_after_the_newest_checkpoint(plain: LiveRun) -> None:
+    resumed = finished(plain.folder, "trainer.resume=true", "trainer.iterations=2")
+    record = iteration_record(resumed, 2)
+    assert record["sampler/log_prob_diff/max"] < 1e-4
+    assert [line["step"] for line in resumed.metrics() if "actor/lr" in line] == [1, 2]
+    # The reference is still the policy that the first run began with.
+    assert record["actor/kl_loss"] > 0
+
+
+@pytest.mark.parametrize("overrides", [("parallel=tp2_pp2",), ("parallel=dp2",), ("rollout.tp=2",)], ids=" ".join)
+def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    run = finished(tmp_path / "run", *overrides)
+    assert_trained(run)
+    assert run.leftovers(within_s=10) == []
+
+
+def test_ctrl_c_ends_every_process_within_twenty_seconds(tmp_path: Path, live: list[LiveRun]) -> None:
+    run = LiveRun(tmp_path / "run", "trainer.iterations=1000", "trainer.test_freq=1000")
+    live.append(run)
+    run.wait_for("iteration", lambda: any("actor/lr" in line for line in run.metrics()))
+    assert len(run.processes()) > 5  # driver, Ray, two ranks, engine, environments
+    start = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.leftovers(within_s=20) == []
+    assert time.monotonic() - start < 20
+    assert run.wait(1) == 130
+    assert "Traceback" not in run.output()
+
+
+def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path, live: list[LiveRun]) -> None:
+    run = LiveRun(tmp_path / "run", "trainer.iterations=1000", "trainer.test_freq=1000")
+    live.append(run)
+    run.wait_for("iteration", lambda: any("actor/lr" in line for line in run.metrics()))
+    [rank, *_] = [process for process in run.processes() if "RankActor" in " ".join(process.cmdline())]
+    rank.send_signal(signal.SIGKILL)
+    assert run.wait(90) == 2
+    assert "rank" in run.output()
+    assert "died" in run.output()
+    assert run.leftovers(within_s=20) == []
+
+
+def test_a_driver_that_is_killed_leaves_no_orphans(tmp_path: Path, live: list[LiveRun]) -> None:
+    run = LiveRun(tmp_path / "run", "trainer.iterations=1000", "trainer.test_freq=1000", "rollout.tp=2")
+    live.append(run)
+    run.wait_for("iteration", lambda: any("actor/lr" in line for line in run.metrics()))
+    psutil.Process(run.process.pid).kill()
+    assert run.leftovers(within_s=30) == []
