@@ -19,7 +19,7 @@ from megagent.algos.schedule import batch_problems, sft_batch_problems
 from megagent.config import Config
 from megagent.envs.base import WORLDS
 from megagent.errors import ConfigError, MegagentError
-from megagent.model_source import BUILTIN, hf_config_of, local_folder
+from megagent.model_source import ASSETS, BUILTIN, hf_config_of, local_folder
 from megagent.observe.run_folder import already_holds_run, holds_run
 from megagent.parallel.models import family_of
 from megagent.parallel.models.family import Sizes
@@ -248,8 +248,8 @@ def _check_model(config: Config, faults: Faults, command: Command | None) -> Non
     path = config.model.path
     if not faults.sound("model.path"):
         return
-    if command == "sft" and path.startswith(BUILTIN):
-        return  # it is about to be made
+    if command == "sft" and path.startswith(BUILTIN) and not (ASSETS / path.removeprefix(BUILTIN)).exists():
+        return  # it is about to be made for the first time
     name = path.removeprefix(BUILTIN).rstrip("/").rsplit("/", 1)[-1]
     try:
         hf_config = hf_config_of(path, fetch=command is not None)
@@ -363,12 +363,14 @@ def _check_machine(config: Config, faults: Faults, command: Command) -> None:
     if command == "sft" and faults.sound("sft.output") and (output / "config.json").exists():
         faults.add(f"sft.output={output}: already holds a model; give another folder, or remove it first")
     sync_dir = Path(config.rollout.sync_dir).expanduser()
-    if faults.sound("rollout.sync_dir") and not (sync_dir.is_dir() and os.access(sync_dir, os.W_OK)):
+    can_write = sync_dir.is_dir() and os.access(sync_dir, os.W_OK)
+    if command == "train" and faults.sound("rollout.sync_dir") and not can_write:
         faults.add(
             f"rollout.sync_dir={sync_dir}: is not a folder that can be written to; give one with room for the weights"
         )
-    folder = local_folder(config.model.path) if faults.sound("model.path") else None
-    if command == "train" and folder is not None and not any(folder.glob("*.safetensors")):
+    is_made_anew = command == "sft" and config.model.path.startswith(BUILTIN)
+    folder = local_folder(config.model.path) if faults.sound("model.path") and not is_made_anew else None
+    if folder is not None and not any(folder.glob("*.safetensors")):
         faults.add(f"model.path={config.model.path}: {folder} has no *.safetensors file; export the weights again")
 
 

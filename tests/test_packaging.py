@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,48 @@ def test_wheel_registers_the_command_and_the_vllm_receiver(wheel: zipfile.ZipFil
     text = wheel.read(next(name for name in wheel.namelist() if name.endswith("/entry_points.txt"))).decode()
     assert "megagent = megagent.cli:main" in text
     assert "[vllm.general_plugins]\nmegagent_receiver = megagent.parallel.reshard.receiver:register" in text
+
+
+def needed_by(requirements: list[str], found: set[str]) -> set[str]:
+    """Adds to `found` the distributions of the requirements and all that they need in turn, extras left out."""
+    for name in names([item for item in requirements if "extra ==" not in item]) - found:
+        found.add(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):  # for another platform
+            needed_by(metadata.requires(name) or [], found)
+    return found
+
+
+BLOCKER = """
+import sys
+
+class OnlyCore:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}: it is no core dependency", name=name)
+
+sys.meta_path.insert(0, OnlyCore())
+from megagent.cli import main
+sys.exit(main(["train", "experiment=webshop_tiny", "--dry-run"]))
+"""
+
+
+def test_dry_run_needs_no_more_than_the_core_dependencies() -> None:
+    core = needed_by(PROJECT["dependencies"], {"megagent"})
+    blocked = {
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if not any(re.sub("[-_.]+", "-", name).lower() in core for name in distributions)
+    }
+    assert {"torch", "ray"} <= blocked
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKER.replace("BLOCKED", repr(blocked))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)

@@ -102,14 +102,14 @@ class RankGroup:
         self._call("publish_weights", str(path), version)
 
     def save(self, folder: Path, iteration: int) -> None:
-        self._call("save", str(folder), iteration)
+        self._call("save", str(folder.resolve()), iteration)
 
     def load(self, folder: Path) -> int:
         """Load the newest checkpoint under `folder`; the iteration after which it was written."""
-        return int(self._call("load", str(folder))[0])
+        return int(self._call("load", str(folder.resolve()))[0])
 
     def export_hf(self, folder: Path) -> None:
-        self._call("export_hf", str(folder))
+        self._call("export_hf", str(folder.resolve()))
 
     def close(self) -> None:
         for actor in self.actors:

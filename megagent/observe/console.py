@@ -105,6 +105,8 @@ class Console:
             yield advance
         finally:
             self._progress.remove_task(task)
+            if self.live:
+                self._progress.refresh()  # or the next line would be printed above a bar that is over
 
     def iteration(self, number: int, metrics: Mapping[str, float]) -> None:
         """The line of a finished iteration. metrics: by the names in COLUMNS; a missing one is shown as -."""

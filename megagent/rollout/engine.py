@@ -79,7 +79,7 @@ class VllmEngine:
         self._config = config
         self._model_path = Path(model_path)
         self._timeout_s = config.cluster.timeout_s if timeout_s is None else timeout_s
-        self._end_tokens = _end_tokens(self._model_path)
+        self._vocabulary, self._end_tokens = _token_ids(self._model_path)
         self._llm: AsyncLLM | None = None
         self._failure: str | None = None  # why the engine is unusable
         self._version: int | None = None
@@ -132,6 +132,7 @@ class VllmEngine:
         except Exception as error:
             self._processes = started()
             reason = f"it took longer than {self._timeout_s:g} s" if late.is_set() else str(error)
+            shutil.rmtree(self._sockets, ignore_errors=True)
             raise self._fail(f"vLLM did not start for {self._model_path}: {reason}") from error
         finally:
             deadline.cancel()
@@ -252,6 +253,11 @@ class VllmEngine:
             raise MegagentError(
                 f"a prompt of {len(prompt_ids)} tokens is outside 1 to rollout.max_prompt_tokens="
                 f"{limits.max_prompt_tokens}; shorten it or raise the limit."
+            )
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
+            raise MegagentError(  # vLLM would not notice, and its engine process would die of the lookup
+                f"a prompt has token ids from {min(prompt_ids)} to {max(prompt_ids)}, but the vocabulary of "
+                f"{self._model_path} ends at {self._vocabulary - 1}; use the model's own tokenizer."
             )
         if not 1 <= max_tokens <= limits.max_response_tokens:
             raise MegagentError(
@@ -379,17 +385,18 @@ def _make_llm(config: Config, model_path: Path) -> AsyncLLM:
     return AsyncLLM.from_engine_args(args)
 
 
-def _end_tokens(folder: Path) -> frozenset[int]:
-    """End-of-sequence ids of a Hugging Face folder. Raises ConfigError if it is no such folder."""
+def _token_ids(folder: Path) -> tuple[int, frozenset[int]]:
+    """Size of the vocabulary and end-of-sequence ids of a Hugging Face folder. Raises ConfigError if it is none."""
     config = folder / "config.json"
     if not config.is_file():
         raise ConfigError([f"{folder} has no config.json; give a Hugging Face model folder."], source="rollout engine")
-    ids: set[int] = set()
+    settings = json.loads(config.read_text())
+    end_tokens: set[int] = set()
     for file in (config, folder / "generation_config.json"):
-        end = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        if end is not None:
-            ids.update([end] if isinstance(end, int) else end)
-    return frozenset(ids)
+        ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if ids is not None:
+            end_tokens.update([ids] if isinstance(ids, int) else ids)
+    return settings["vocab_size"], frozenset(end_tokens)
 
 
 def _version_of(spans: Sequence[WeightVersionSpan] | None) -> int | None:

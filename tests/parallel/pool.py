@@ -1,24 +1,21 @@
 """Four rank processes that live as long as the test session.
 
 Importing torch and Megatron takes seconds of CPU time, so one server process imports them and forks the workers. A test
-names a job, a function `job(start, **arguments)` in some file; it runs on as many workers as the topology needs, where
+names a job, a function `job(start, **arguments)` of some module; it runs on as many workers as the topology needs, where
 `start(config)` gives a Rank that has been set up.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import multiprocessing
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megagent.config import Config
@@ -43,14 +40,13 @@ class RankPool:
     ) -> list[Any]:
         """Run a job on the first `world` workers; their results by rank.
 
-        job: a function at the top level of a file, job(start, **arguments); seconds: its deadline; starts: how often it
+        job: a function at the top level of a module, job(start, **arguments); seconds: its deadline; starts: how often it
         may call start(). Raises JobFailed with the first worker's traceback, who died, or who was late.
         """
         self._ensure_started()
         ports = _free_ports(starts)
-        path = Path(sys.modules[job.__module__].__file__ or "")
         for rank in range(world):
-            self._workers[rank].send((str(path), job.__name__, rank, world, ports, arguments))
+            self._workers[rank].send((job.__module__, job.__name__, rank, world, ports, arguments))
         try:
             return self._collect(world, seconds, job.__name__)
         except JobFailed:
@@ -141,13 +137,11 @@ def _serve(connections: list[Connection]) -> None:
 
 def _work(connection: Connection) -> None:
     connection.send(os.getpid())
-    modules: dict[str, ModuleType] = {}
     while True:
-        path, name, rank, world, ports, arguments = connection.recv()
-        if path not in modules:
-            modules[path] = _load(path)
+        module, name, rank, world, ports, arguments = connection.recv()
         try:
-            result = (True, _run(getattr(modules[path], name), rank, world, ports, arguments))
+            job = getattr(importlib.import_module(module), name)
+            result = (True, _run(job, rank, world, ports, arguments))
         except Exception:
             result = (False, traceback.format_exc())
         connection.send(result)
@@ -170,17 +164,6 @@ def _run(job: Callable[..., Any], rank: int, world: int, ports: list[int], argum
     finally:
         for each in started:
             each.close()
-
-
-def _load(path: str) -> ModuleType:
-    # Under its own name, not as part of a package: pytest may import tests in more than one way.
-    spec = importlib.util.spec_from_file_location(f"rank_job_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None
-    sys.path.insert(0, str(Path(path).parent))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _free_ports(count: int) -> list[int]:

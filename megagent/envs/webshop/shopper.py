@@ -84,7 +84,7 @@ class Shopper:
     def _decide(self, session: Session, goal: Goal, kind: str, errs_at: str, rng: random.Random) -> tuple[str, str]:
         """Thought and action for the page that is open."""
         if session.page == "search":
-            return f"need {_wish(goal, goal.product.query)}", f"search[{_wish(goal, kind)}]"
+            return f"need {_thing(goal, goal.product.query)}", f"search[{_wish(goal, kind)}]"
         if session.page == "results":
             return self._pick(session, goal, rng)
         assert session.item is not None

@@ -1,0 +1,28 @@
+"""The rank processes and the tiny model that tests of megagent.parallel share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four processes that run jobs as Megatron ranks; see RankPool."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a random Qwen2 model: 4 layers, 4 heads, 2 key/value heads, tied, in float32."""
+    from tests.parallel.jobs import write_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    write_tiny_model(folder)
+    return folder
