@@ -52,11 +52,14 @@ find_python() {
     die "megagent needs Python 3.11 or 3.12, and none of ${candidates[*]} on PATH is one: install one, or name it with PYTHON=/path/to/python3.12."
 }
 
-# Prints the lines of the given lock files that the environment does not have yet.
+# Prints the lines of the given lock files that the environment does not have yet. pip writes INSTALLER last, so a package
+# without it was broken off; its record is removed, or pip would take it for installed.
 missing() {
     "$venv/bin/python" - "$@" <<'PY'
+import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from pip._vendor.packaging.requirements import Requirement
 
@@ -69,10 +72,15 @@ for path in sys.argv[1:]:
         if wanted.marker is not None and not wanted.marker.evaluate():
             continue
         try:
-            found = wanted.specifier.contains(version(wanted.name), prereleases=True)
+            found = distribution(wanted.name)
         except PackageNotFoundError:
-            found = False
-        if not found:
+            print(line)
+            continue
+        record = Path(found._path)
+        if record.suffix == ".dist-info" and not (record / "INSTALLER").exists():
+            shutil.rmtree(record)
+            print(line)
+        elif not wanted.specifier.contains(found.version, prereleases=True):
             print(line)
 PY
 }

@@ -248,8 +248,8 @@ def test_attention_heads_that_tp_does_not_divide_are_refused_with_the_degrees_th
 
 def test_layers_that_pp_does_not_divide_are_refused_with_the_degrees_that_fit() -> None:
     found = only_problem(QWEN_7B, "parallel=pp2", "parallel.pp=8", "rollout.tp=1", "rollout.engines=1")
-    assert "parallel.pp=8 does not divide the 28 layers" in found
-    assert "1, 2, 4, 7, 14 or 28" in found
+    assert "parallel.pp=8 cuts the 28 layers into 7 stages of 3 and a first one of 7" in found
+    assert "parallel.pp=1, 2, 3, 4, 5, 6, 7, 9" in found
 
 
 def test_an_engine_whose_tp_does_not_divide_the_heads_is_refused() -> None:

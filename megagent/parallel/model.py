@@ -114,6 +114,7 @@ def transformer_config(config: Config, family: models.Family, hf_config: dict[st
         **family.transformer_kwargs(hf_config),
         tensor_model_parallel_size=config.parallel.tp,
         pipeline_model_parallel_size=config.parallel.pp,
+        num_layers_in_first_pipeline_stage=family.first_stage_layers(hf_config, config.parallel.pp),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -62,6 +63,7 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
         stage.wrapped,
         use_gloo_process_groups=False,
     )
+    _allocate_moments(megatron)
     warmup = trainer.lr_warmup_steps if task == "rl" else config.sft.warmup_steps
     steps = _ENDLESS if task == "rl" else max(config.sft.steps, warmup + 1)
     schedule = OptimizerParamScheduler(
@@ -79,3 +81,22 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
         wd_incr_style="constant",
     )
     return Optimizer(megatron, schedule)
+
+
+def _allocate_moments(megatron: MegatronOptimizer) -> None:
+    """Give torch's Adam the state that it would make in its first step.
+
+    Megatron's checkpoints read the step out of every parameter's state, and fail where there is none yet: saving before
+    the first step, and loading. Apex and Transformer Engine keep the step elsewhere and are left alone.
+    """
+    for each in getattr(megatron, "chained_optimizers", [megatron]):
+        adam = each.optimizer
+        if not isinstance(adam, torch.optim.Adam):
+            continue
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                adam.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }

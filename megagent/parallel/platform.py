@@ -141,9 +141,12 @@ def _quieten() -> None:
         ".*[Aa]pex.*",
         ".*nvidia-modelopt.*",
         ".*Failed to import.*",
-        ".*does not track CUDA.*",
+        ".*full scope is deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=pattern, module=r"megatron\..*")
+    # torch renames what Megatron calls; it warns in its own name.
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        warnings.filterwarnings("ignore", message=f".*{name}. is deprecated.*", category=FutureWarning)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_rng_warning)
 
 

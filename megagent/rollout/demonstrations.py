@@ -20,7 +20,7 @@ from megagent.envs.base import Observation
 from megagent.envs.webshop.shopper import Mistakes, demonstrations
 from megagent.envs.webshop.world import WebShopWorld
 from megagent.rollout.memory import History
-from megagent.rollout.prompts import PromptBuilder
+from megagent.rollout.prompts import PromptBuilder, prompt_style
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +52,16 @@ def lessons(config: Config, world: WebShopWorld, seed: int) -> list[Lesson]:
                 history.add(page, action)
             made.append(Lesson(step.observation, history, reply(step.think, step.action)))
     return made
+
+
+def demonstration_texts(config: Config, world: WebShopWorld, seed: int) -> list[str]:
+    """Every prompt and reply of the demonstrations: what a tokenizer of the world's language learns from."""
+    style = prompt_style(config.env)
+    return [
+        text
+        for lesson in lessons(config, world, seed)
+        for text in (style(lesson.observation, lesson.history), lesson.reply)
+    ]
 
 
 def supervised_rows(

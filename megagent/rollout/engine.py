@@ -353,6 +353,8 @@ def _make_llm(config: Config, model_path: Path) -> AsyncLLM:
         # With one rank the worker runs inside EngineCore: one process less to start and to talk to. vLLM forces a
         # process of its own upon it, to bind its threads, unless this says otherwise; EngineCore stays a process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if rollout.tp == 1 else "1"
+        # Some small functions are compiled even in eager mode: seconds at the first request, and a C++ compiler needed.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
         options: dict[str, Any] = {
             "distributed_executor_backend": "uni" if rollout.tp == 1 else "mp",
             "kv_cache_memory_bytes": rollout.kv_cache_gib << 30,

@@ -82,6 +82,13 @@ PromptStyle = Callable[[Observation, History], str]
 PROMPTS: Mapping[str, PromptStyle] = MappingProxyType({"webshop": webshop, "webshop_compact": webshop_compact})
 
 
+def prompt_style(env: EnvConfig) -> PromptStyle:
+    """The style that env.prompt names. Raises ConfigError if there is none of that name."""
+    if env.prompt not in PROMPTS:
+        raise ConfigError([f"env.prompt={env.prompt}: no such prompt style; use one of {', '.join(PROMPTS)}"])
+    return PROMPTS[env.prompt]
+
+
 class PromptBuilder:
     """Turns an observation and a history into the token ids that the engine reads.
 
@@ -89,9 +96,7 @@ class PromptBuilder:
     """
 
     def __init__(self, env: EnvConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        if env.prompt not in PROMPTS:
-            raise ConfigError([f"env.prompt={env.prompt}: no such prompt style; use one of {', '.join(PROMPTS)}"])
-        self._style = PROMPTS[env.prompt]
+        self._style = prompt_style(env)
         self._limit = rollout.max_prompt_tokens
         self._tokenizer = tokenizer
         self._uses_chat = bool(getattr(tokenizer, "chat_template", None))

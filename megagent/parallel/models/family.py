@@ -297,9 +297,18 @@ class Family:
         """Every reason why tp x pp ranks cannot hold this model, each with the fix; empty if they can."""
         sizes = self.sizes(hf_config)
         found = sizes.problems(tp)
-        if sizes.layers % pp:
-            found.append(f"parallel.pp={pp} does not divide the {sizes.layers} layers; use a pp that does")
+        each, more = divmod(sizes.layers, pp)
+        if more > each:
+            found.append(
+                f"parallel.pp={pp} cuts the {sizes.layers} layers into {pp - 1} stages of {each} and a first one of "
+                f"{each + more}, more than twice as many; use a pp that divides them better"
+            )
         return found
+
+    def first_stage_layers(self, hf_config: Mapping[str, Any], pp: int) -> int | None:
+        """Layers of the first of pp stages where they do not divide: it takes those that are left over. Else None."""
+        layers = self.sizes(hf_config).layers
+        return None if layers % pp == 0 else layers // pp + layers % pp
 
     def hf_shapes(self, hf_config: Mapping[str, Any]) -> dict[str, Shape]:
         """Shape of every Hugging Face tensor of the model, by name; a tied output layer is not one."""

@@ -195,6 +195,11 @@ def test_a_rank_may_hold_nothing_but_padding() -> None:
     assert tensor.padding[0].shape == (8, 8)
 
 
+@pytest.mark.parametrize(("config", "parameters"), [(QWEN_1_5B, 1_543_714_304), (QWEN_7B, 7_615_616_512)])
+def test_real_models_have_their_published_number_of_parameters(config: dict[str, Any], parameters: int) -> None:
+    assert sum(int(np.prod(shape)) for shape in QWEN2.hf_shapes(config).values()) == parameters
+
+
 @pytest.mark.parametrize("config", [QWEN_1_5B, QWEN_7B])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_real_vocabularies_need_no_padding(config: dict[str, Any], tp: int) -> None:
@@ -235,8 +240,14 @@ def test_layer_numbers_come_off_names() -> None:
     assert split_layer("decoder.final_layernorm.weight") == ("decoder.final_layernorm.weight", 0)
 
 
+def test_layers_left_over_by_pp_go_to_the_first_stage() -> None:
+    assert QWEN2.first_stage_layers(QWEN_7B, pp=4) is None
+    assert QWEN2.first_stage_layers(QWEN_7B, pp=5) == 8  # and four stages of 5
+    assert QWEN2.problems(QWEN_7B, tp=1, pp=5) == []
+
+
 def test_a_tp_that_cannot_split_is_named_with_every_reason() -> None:
-    problems = QWEN2.problems(QWEN_7B, tp=3, pp=5)
+    problems = QWEN2.problems(QWEN_7B, tp=3, pp=8)
     assert len(problems) == 4
     assert problems[0] == "parallel.tp=3 does not divide the 28 attention heads; use a tp that does"
     with pytest.raises(MegagentError, match="does not divide the 28 attention heads"):
