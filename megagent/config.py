@@ -82,7 +82,8 @@ class TrainerConfig:
     log_prob_micro_batch_rows: int = 8  # rows of one forward without gradients on one rank
     epochs: int = 1
     lr: float = 1e-6
-    lr_warmup_steps: int = 0  # optimizer steps
+    lr_warmup_iterations: int = 0
+    lr_decay: str = "constant"  # constant | linear | cosine, to 0 over trainer.iterations
     weight_decay: float = 0.01
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999

@@ -4,8 +4,7 @@
     <folder>/latest               the name of the newest complete one
 
 A checkpoint is written beside and renamed when complete. It does not depend on tp, pp and dp: the optimizer's state is
-stored by parameter, and any other topology may load it. Writers are processes forked from the rank, so a program that
-saves from its main module needs the usual `if __name__ == "__main__":`.
+stored by parameter, and any other topology may load it.
 """
 
 from __future__ import annotations

@@ -14,13 +14,9 @@ from megagent.parallel.model import Stage
 
 Task = Literal["rl", "sft"]
 
-# A constant schedule has no end; Megatron wants one that the warm-up fits into.
-_ENDLESS = 1 << 40
-
-
 @dataclass(frozen=True)
 class Optimizer:
-    """step() clips, updates the weights and moves the schedule."""
+    """step() clips and updates the weights; advance() moves the learning rate along its schedule."""
 
     megatron: MegatronOptimizer
     schedule: OptimizerParamScheduler
@@ -36,14 +32,18 @@ class Optimizer:
         The norm may be NaN or infinite; the caller must look. Collective over all ranks.
         """
         _, grad_norm, _ = self.megatron.step()
-        self.schedule.step(1)
         return float(grad_norm)
+
+    def advance(self) -> None:
+        """To be called after every unit of the schedule: an iteration in rl, an optimizer step in sft."""
+        self.schedule.step(1)
 
 
 def build(config: Config, stage: Stage, task: Task) -> Optimizer:
     """AdamW over this rank's parameters; biases and norms are not decayed (Megatron's rule).
 
-    task: rl takes the rate of config.trainer, constant after its warm-up; sft that of config.sft, to 0 by a cosine.
+    task: rl takes the rate and decay of config.trainer, counted in iterations; sft those of config.sft, to 0 by a cosine,
+    counted in optimizer steps.
     """
     trainer = config.trainer
     lr = trainer.lr if task == "rl" else config.sft.lr
@@ -64,8 +64,12 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
         use_gloo_process_groups=False,
     )
     _allocate_moments(megatron)
-    warmup = trainer.lr_warmup_steps if task == "rl" else config.sft.warmup_steps
-    steps = _ENDLESS if task == "rl" else max(config.sft.steps, warmup + 1)
+    warmup, length = (
+        (trainer.lr_warmup_iterations, trainer.iterations)
+        if task == "rl"
+        else (config.sft.warmup_steps, config.sft.steps)
+    )
+    length = max(length, warmup + 1)
     schedule = OptimizerParamScheduler(
         megatron,
         # Warm-up from one part to all parts, not from 0: the first step would learn nothing.
@@ -73,12 +77,15 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
         max_lr=lr,
         min_lr=0.0,
         lr_warmup_steps=warmup,
-        lr_decay_steps=steps,
-        lr_decay_style="constant" if task == "rl" else "cosine",
+        lr_decay_steps=length,
+        lr_decay_style=trainer.lr_decay if task == "rl" else "cosine",
         start_wd=trainer.weight_decay,
         end_wd=trainer.weight_decay,
-        wd_incr_steps=steps,
+        wd_incr_steps=length,
         wd_incr_style="constant",
+        # A resumed run may be longer than it was planned at first: what is configured now counts.
+        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
     )
     return Optimizer(megatron, schedule)
 

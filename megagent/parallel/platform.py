@@ -14,6 +14,7 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import queue
 import sys
 import types
 import warnings
@@ -91,6 +92,9 @@ def install(kind: str = "auto", threads: int = 1, local_rank: int = 0) -> Platfo
         return _installed
     kind = resolve(kind)
     _quieten()
+    if kind == "cpu":
+        _substitute_on_tensors()
+    _adjust_megatron(_torch_view() if kind == "cpu" else torch)
     if kind == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -99,7 +103,6 @@ def install(kind: str = "auto", threads: int = 1, local_rank: int = 0) -> Platfo
         _installed = Platform("cuda", "nccl", device)
         return _installed
     torch.set_num_threads(max(1, threads))
-    _install_cpu()
     _installed = Platform("cpu", "gloo", _CPU)
     return _installed
 
@@ -155,15 +158,95 @@ def _not_rng_warning(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
-# --- CPU ------------------------------------------------------------------------------------------------------------
+# --- Megatron's modules, as they are imported -------------------------------------------------------------------------
 
 
-def _install_cpu() -> None:
-    view = _torch_view()
+def _adjust_megatron(view: types.ModuleType) -> None:
+    """Adjust Megatron's modules, those already imported and those to come. view: torch as they shall see it."""
     sys.meta_path.insert(0, _MegatronFinder(view))
     for name, module in list(sys.modules.items()):
         if name.startswith(_MEGATRON):
-            _give_view(module, view)
+            _adjust(module, view)
+
+
+class _MegatronFinder(importlib.abc.MetaPathFinder):
+    """Adjusts every module of Megatron as soon as its import ends."""
+
+    def __init__(self, view: types.ModuleType) -> None:
+        self.view = view
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(_MEGATRON):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return spec
+        load = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            load(module)
+            _adjust(module, self.view)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _adjust(module: types.ModuleType, view: types.ModuleType) -> None:
+    names = vars(module)
+    if module.__name__ == "megatron.core.dist_checkpointing.strategies.filesystem_async":
+        _write_checkpoints_in_process(module)
+    if view is torch:
+        return
+    if names.get("torch") is torch:
+        names["torch"] = view
+    if module.__name__ == "megatron.core.jit":
+        # torch.compile as Megatron's fuser costs a C++ compilation per process and gains nothing on tiny models. The
+        # fused modules decorate at import, so it is switched off before any of them can be imported.
+        module.disable_jit_fuser()
+    if module.__name__ == "megatron.core.tensor_parallel.random":
+        # Written against the CUDA generators' internals. On CPU both kinds of state are the one generator's.
+        names["_get_cuda_rng_state"] = _get_rng_state
+        names["_set_cuda_rng_state"] = _set_rng_state
+
+
+def _write_checkpoints_in_process(module: types.ModuleType) -> None:
+    """Checkpoint files are written by the rank itself.
+
+    Both versions pass the results through a manager process, spawned although the results never leave this one; 0.16
+    also forks a writer for each file. A fork of a process that has Gloo's or NCCL's threads can inherit a lock that
+    nobody will release (seen: it hung), and what was spawned outlives a rank that is killed.
+    """
+    results: queue.Queue[Any] = queue.Queue()
+    for name in ("_get_write_results_queue", "get_write_results_queue"):  # 0.16, 0.19
+        if hasattr(module, name):
+            setattr(module, name, lambda *_, **__: results)
+    writer = module.FileSystemWriterAsync
+    if not hasattr(writer, "write_preloaded_data_multiproc"):
+        return  # 0.19 writes in threads
+
+    def write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], out: queue.Queue[Any]) -> None:
+        outcome: dict[int, Any] | Exception = {}
+        for number, bucket in enumerate(buckets):
+            written: queue.Queue[Any] = queue.Queue()
+            pending: queue.Queue[Any] = queue.Queue()
+            pending.put(number)
+            writer.write_preloaded_data(transforms, number, bucket, written, pending, True, use_msc=use_msc)
+            _, result = written.get_nowait()
+            if isinstance(result, Exception):
+                outcome = result
+                break
+            outcome[number] = result
+        out.put(outcome)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write)
+
+
+# --- CPU --------------------------------------------------------------------------------------------------------------
+
+
+def _substitute_on_tensors() -> None:
     # Tied embeddings over pipeline stages and a few others call .cuda() on tensors that are where they belong.
     torch.Tensor.cuda = _identity  # type: ignore[method-assign, assignment]
     # The optimizers sort parameters and check gradients by the NAME of their type, e.g. torch.cuda.FloatTensor.
@@ -182,44 +265,6 @@ def _type_named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, dtype, *args, **kwargs)
 
     return type_
-
-
-class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Gives every module of Megatron, as soon as its import ends, the CPU view under the name `torch`."""
-
-    def __init__(self, view: types.ModuleType) -> None:
-        self.view = view
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(_MEGATRON):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            return spec
-        load = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            load(module)
-            _give_view(module, self.view)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def _give_view(module: types.ModuleType, view: types.ModuleType) -> None:
-    names = vars(module)
-    if names.get("torch") is torch:
-        names["torch"] = view
-    if module.__name__ == "megatron.core.jit":
-        # torch.compile as Megatron's fuser costs a C++ compilation per process and gains nothing on tiny models. The
-        # fused modules decorate at import, so it is switched off before any of them can be imported.
-        module.disable_jit_fuser()
-    if module.__name__ == "megatron.core.tensor_parallel.random":
-        # Written against the CUDA generators' internals. On CPU both kinds of state are the one generator's.
-        names["_get_cuda_rng_state"] = _get_rng_state
-        names["_set_cuda_rng_state"] = _set_rng_state
 
 
 def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Tensor:

@@ -72,6 +72,7 @@ class Policy:
         self.stage = stage
         self.optimizer = optimizer
         self.reference = Reference(stage.parameters())
+        self.steps = 0  # optimizer steps of this process; errors name them
         self.updates = 0  # calls of update(); part of a checkpoint, for the order of rows follows from it
 
     # --- log-probs ---------------------------------------------------------------------------------------------------
@@ -148,6 +149,7 @@ class Policy:
             norms.append(self._step(float(sums[-1])))
             totals += sums[:-1]
         self.updates += 1
+        self.optimizer.advance()
         named = dict(zip(LOSS_METRICS, totals.tolist(), strict=True))
         if not algo.kl_coef:
             named.pop("actor/kl_loss")
@@ -190,8 +192,9 @@ class Policy:
         cut = schedule.by_length(sequences, torch.arange(len(sequences)), self.config.trainer.micro_batch_rows)
         results = schedule.run(self.stage, sequences, cut, loss, forward_only=False)
         mean = float(self._shared_sums(results, ("loss",))[0])
-        lr = self.optimizer.lr
-        return {"sft/loss": mean, "sft/grad_norm": self._step(mean), "sft/lr": lr}
+        metrics = {"sft/loss": mean, "sft/grad_norm": self._step(mean), "sft/lr": self.optimizer.lr}
+        self.optimizer.advance()
+        return metrics
 
     # --- both --------------------------------------------------------------------------------------------------------
 
@@ -209,20 +212,17 @@ class Policy:
         """The optimizer's step. All ranks know the same loss and norm, so all of them raise or none."""
         if not math.isfinite(loss):
             raise TrainingDivergedError(
-                f"the loss of optimizer step {self._steps} is {loss}; lower the learning rate or look for bad rows "
+                f"the loss of optimizer step {self.steps} is {loss}; lower the learning rate or look for bad rows "
                 "(advantages, old log-probs). The weights are those before this step."
             )
         norm = self.optimizer.step()
         if not math.isfinite(norm):
             raise TrainingDivergedError(
-                f"the gradient norm of optimizer step {self._steps - 1} is {norm}; lower the learning rate and go back "
+                f"the gradient norm of optimizer step {self.steps} is {norm}; lower the learning rate and go back "
                 "to the last checkpoint: the weights in memory are spoilt."
             )
+        self.steps += 1
         return norm
-
-    @property
-    def _steps(self) -> int:
-        return int(self.optimizer.schedule.num_steps)
 
 
 class _PpoLoss:

@@ -8,7 +8,8 @@ restates, in the task's own words, what the step is for: it is what lets a tiny 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,18 @@ import torch
 from megagent.batch import Jagged, StepBatch
 from megagent.config import Config
 from megagent.envs.base import Observation
-from megagent.envs.webshop.shopper import Mistakes, demonstrations
+from megagent.envs.webshop.shopper import Mistakes, ShopperStep, demonstrations
 from megagent.envs.webshop.world import WebShopWorld
 from megagent.rollout.memory import History
 from megagent.rollout.prompts import PromptBuilder, prompt_style
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# In this share of the episodes the products swap ids. Where every id always means the same product, a model learns by
+# heart which one answers which wish, and fails on wishes that it has not seen; swapped, it has to read the page.
+SWAPPED = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,15 +49,31 @@ def reply(thought: str, action: str) -> str:
 def lessons(config: Config, world: WebShopWorld, seed: int) -> list[Lesson]:
     """The steps of sft.episodes scripted episodes over the warm-up panel, in order; the same seed gives the same."""
     made = []
+    rng = random.Random(seed)
     mistakes = Mistakes()
     tasks = world.tasks("warmup")
+    ids = [product.asin for product in world.shop.products]
     for episode in demonstrations(world, tasks, config.sft.episodes, mistakes, config.env.max_steps, seed):
+        swaps = rng.random() < SWAPPED
+        names = dict(zip(ids, rng.sample(ids, len(ids)), strict=True)) if swaps else {}
         for step in episode.steps:
-            history = History(config.env.history_length)
-            for page, action in step.history:
-                history.add(page, action)
-            made.append(Lesson(step.observation, history, reply(step.think, step.action)))
+            made.append(_lesson(step, config.env.history_length, names))
     return made
+
+
+def _lesson(step: ShopperStep, history_length: int, names: Mapping[str, str]) -> Lesson:
+    """The step with every product id replaced by the one in `names`, if it is there."""
+
+    def renamed(text: str) -> str:
+        swap = re.sub(r"\b[A-Z0-9]+\b", lambda found: names.get(found[0], found[0]), text)
+        return re.sub(r"(?<=click\[)[a-z0-9]+(?=\])", lambda found: names.get(found[0].upper(), found[0]).lower(), swap)
+
+    seen = step.observation
+    history = History(history_length)
+    for page, action in step.history:
+        history.add(renamed(page), renamed(action))
+    observation = Observation(seen.task, renamed(seen.page), tuple(renamed(action) for action in seen.admissible))
+    return Lesson(observation, history, reply(step.think, renamed(step.action)))
 
 
 def demonstration_texts(config: Config, world: WebShopWorld, seed: int) -> list[str]:

@@ -57,7 +57,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     ranks: RankPool, tiny_model: Path, tmp_path: Path, tp: int, pp: int, dp: int
 ) -> None:
     # Several mini-batches: that the order of rows goes on where it was shows too.
-    config = jobs.make_config(tiny_model, tp, pp, dp, mini_batch_rows=4, lr_warmup_steps=20)
+    config = jobs.make_config(tiny_model, tp, pp, dp, mini_batch_rows=4, lr_warmup_iterations=20)
     results = ranks.run(interrupted_job, tp * pp * dp, config=config, rows=jobs.make_rows(), folder=str(tmp_path))
     for result in results:
         assert result == {"iteration": 2, "same_weights": True, "same_metrics": True, "same_reference": True}

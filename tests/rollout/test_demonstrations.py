@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from megagent.config import Config, EnvConfig, RolloutConfig, SftConfig
 from megagent.envs import build_world
+from megagent.rollout import demonstrations
 from megagent.rollout.demonstrations import lessons, reply, supervised_batches, supervised_rows
 from megagent.rollout.projection import project
 from megagent.rollout.prompts import PromptBuilder
@@ -69,6 +72,34 @@ def test_only_tasks_of_the_warm_up_panel_are_shown(config, world, made):
     assert not (shown & held_back - wordings)
 
 
+def bought(made) -> dict[str, set[str]]:
+    """Product ids that were clicked, by the task."""
+    clicks: dict[str, set[str]] = {}
+    for lesson in made:
+        found = re.search(r"click\[(b[0-9]+)\]", lesson.reply)
+        if found:
+            clicks.setdefault(lesson.observation.task, set()).add(found[1])
+    return clicks
+
+
+def test_in_some_episodes_products_have_swapped_ids(config, world, monkeypatch):
+    swapped = bought(lessons(config, world, seed=3))
+    monkeypatch.setattr(demonstrations, "SWAPPED", 0.0)
+    plain = bought(lessons(config, world, seed=3))
+    differing = [task for task in plain if plain[task] != swapped[task]]
+    assert 0 < len(differing) < len(plain)
+
+
+def test_swapped_ids_are_the_same_in_page_actions_and_history(made):
+    for lesson in made:
+        on_page = {found.lower() for found in re.findall(r"B[0-9]+", lesson.observation.page)}
+        offered = {found for action in lesson.observation.admissible for found in re.findall(r"b[0-9]+", action)}
+        assert on_page == offered
+        for step in lesson.history.last():
+            clicked = re.search(r"click\[(b[0-9]+)\]", step.action)
+            assert not clicked or clicked[1].upper() in step.page
+
+
 def test_responses_end_with_the_end_token_and_hold_the_reply(config, made):
     rows = rows_of(made, config)
     for lesson, response in zip(made, rows["responses"].rows(), strict=True):
@@ -108,11 +139,9 @@ def test_there_are_as_many_batches_of_as_many_rows_as_asked_for(config, world):
 
 
 def test_the_first_batches_show_no_history(config, world):
+    past_action = re.compile(r"\n(search\[[a-z]|click\[b[0-9])")  # at the start of a line, as in a history
     shown = [
-        any(
-            "\nsearch[soft" in Bytes().decode(row.tolist()) or "\nclick[b" in Bytes().decode(row.tolist())
-            for row in batch["prompts"].rows()
-        )
+        any(past_action.search(Bytes().decode(row.tolist())) for row in batch["prompts"].rows())
         for batch in supervised_batches(config, world, Bytes(), seed=0)
     ]
     assert not any(shown[:6])

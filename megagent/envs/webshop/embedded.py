@@ -1,7 +1,8 @@
 """A small catalogue made by rule, the same everywhere: what the demo trains on, and tests that need no data.
 
-60 products of 4 kinds; each has 2 of 4 attributes, 3 of 6 colours, 3 of 4 sizes and a price of $5 to $95. The records
-have the original's schema and pass through the same loader. Few words are used, so that a tiny model can learn them.
+60 products: each of 4 kinds with each pair of 6 attributes, in 4 of 6 colours and 3 of 4 sizes, at $5 to $95. The
+records have the original's schema and pass through the same loader. Few words are used, so that a tiny model can learn
+them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from megagent.envs.webshop.catalog import Product, Records, build_products
 from megagent.envs.webshop.goals import Goal, hash_of, option_choices
 
 KINDS = ("shirt", "jacket", "backpack", "blanket")
-ATTRIBUTES = ("soft", "warm", "durable", "washable")
+ATTRIBUTES = ("soft", "warm", "durable", "washable", "light", "thick")
 COLORS = ("red", "blue", "green", "black", "white", "yellow")
 SIZES = ("small", "medium", "large", "huge")
 
-PRODUCTS = 60
+PRODUCTS = 60  # kinds times pairs of attributes
 RESULT_PAGES = 3  # more would not fit in an episode of eight steps
 HELD_OUT = 128  # goals each for validation and test
 
@@ -32,9 +33,9 @@ def records() -> Records:
     items, attributes, nouns = [], {}, {}
     for number in range(PRODUCTS):
         kind = KINDS[number % len(KINDS)]
-        # All pairs about equally often for each kind, so that a full query narrows it down to two or three products.
-        pair = pairs[number // len(KINDS) % len(pairs)]
-        colors = sorted(rng.sample(COLORS, 3), key=COLORS.index)
+        # Every pair once for each kind: a title is found by reading it, not by knowing which of its bearers is meant.
+        pair = pairs[number // len(KINDS)]
+        colors = sorted(rng.sample(COLORS, 4), key=COLORS.index)
         sizes = sorted(rng.sample(SIZES, 3), key=SIZES.index)
         asin = f"B{names[number]}"
         items.append(
