@@ -118,8 +118,8 @@ def transformer_config(config: Config, family: models.Family, hf_config: dict[st
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights come from a checkpoint, never from a generator. perform_initialization=False would leave out more: it is
-        # the initialisation that marks which parameters are split over tensor ranks, and the gradient norm counts by it.
+        # Weights come from a checkpoint, never from a generator. perform_initialization=False would leave out more: the
+        # initialisation marks which parameters are split over tensor ranks, and the gradient norm counts by that.
         init_method=_uninitialised,
         output_layer_init_method=_uninitialised,
         # A pipeline carries micro-batches of different lengths; stages tell each other the shapes.
@@ -131,7 +131,7 @@ def transformer_config(config: Config, family: models.Family, hf_config: dict[st
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=platform.kernels(here.kind).grad_accumulation,
-        # These save memory passes when compiled, as they are on CUDA only; interpreted they are slower than plain torch.
+        # These save memory passes when compiled, as they are on CUDA only; interpreted, plain torch is faster.
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,

@@ -14,6 +14,7 @@ from megagent.parallel.model import Stage
 
 Task = Literal["rl", "sft"]
 
+
 @dataclass(frozen=True)
 class Optimizer:
     """step() clips and updates the weights; advance() moves the learning rate along its schedule."""
@@ -42,8 +43,8 @@ class Optimizer:
 def build(config: Config, stage: Stage, task: Task) -> Optimizer:
     """AdamW over this rank's parameters; biases and norms are not decayed (Megatron's rule).
 
-    task: rl takes the rate and decay of config.trainer, counted in iterations; sft those of config.sft, to 0 by a cosine,
-    counted in optimizer steps.
+    task: rl takes the rate and decay of config.trainer, counted in iterations; sft those of config.sft, to 0 by a
+    cosine, counted in optimizer steps.
     """
     trainer = config.trainer
     lr = trainer.lr if task == "rl" else config.sft.lr

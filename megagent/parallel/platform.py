@@ -98,7 +98,7 @@ def install(kind: str = "auto", threads: int = 1, local_rank: int = 0) -> Platfo
     if kind == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        # Megatron's overlap of tensor-parallel communication with matmuls relies on one hardware queue before Blackwell.
+        # Megatron's overlap of tensor-parallel communication with matmuls relies on a single hardware queue.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         _installed = Platform("cuda", "nccl", device)
         return _installed
@@ -150,12 +150,32 @@ def _quieten() -> None:
     # torch renames what Megatron calls; it warns in its own name.
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
         warnings.filterwarnings("ignore", message=f".*{name}. is deprecated.*", category=FutureWarning)
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_rng_warning)
+    # torch's checkpoints speak of single-process use where Megatron reads its own headers, and of Megatron's arguments.
+    for message in (".*assuming the intent is to load in a single process.*", "The argument order of load has been.*"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    for logger, message in _IDLE_LOGS.items():
+        logging.getLogger(f"{_MEGATRON}.{logger}").addFilter(_Without(message))
 
 
-def _not_rng_warning(record: logging.LogRecord) -> bool:
+# What Megatron logs in every step or start: logger -> message.
+_IDLE_LOGS = {
     # On CPU the tracker's generator IS the CPU generator, so that it changes inside the tracker is what is wanted.
-    return "CPU RNG state changed" not in record.getMessage()
+    "tensor_parallel.random": "CPU RNG state changed",
+    "models.gpt.gpt_model": "GPTModel IS DEPRECATED",  # 0.19; 0.16 has nothing else
+    "distributed.distributed_data_parallel": "full_param_layout not provided",  # 0.19
+    "dist_checkpointing.strategies.torch": "async save is deprecated",  # 0.19; nothing is saved asynchronously here
+}
+
+
+class _Without(logging.Filter):
+    """Lets all but one message through."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self.message = message
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.message not in record.getMessage()
 
 
 # --- Megatron's modules, as they are imported -------------------------------------------------------------------------
@@ -197,6 +217,8 @@ def _adjust(module: types.ModuleType, view: types.ModuleType) -> None:
     names = vars(module)
     if module.__name__ == "megatron.core.dist_checkpointing.strategies.filesystem_async":
         _write_checkpoints_in_process(module)
+    if module.__name__ == "megatron.core.optimizer.distrib_optimizer":
+        _load_steps_of_torch_adam(module)
     if view is torch:
         return
     if names.get("torch") is torch:
@@ -241,6 +263,26 @@ def _write_checkpoints_in_process(module: types.ModuleType) -> None:
         out.put(outcome)
 
     writer.write_preloaded_data_multiproc = staticmethod(write)
+
+
+def _load_steps_of_torch_adam(module: types.ModuleType) -> None:
+    """Loading a checkpoint into torch's Adam, where there is neither Transformer Engine nor Apex.
+
+    torch keeps the step as a tensor of every parameter, Megatron's checkpoints once for all. In both versions the
+    loader first gives all parameters ONE tensor, which each of them would then increment in every step, and next looks
+    for a step in what was stored by parameter, where there is none.
+    """
+    load = module.DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def load_with_step(self: Any, model_param: Any, tensors: dict[str, Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].clone()
+            tensors = {"step": state["step"], **tensors}
+        load(self, model_param, tensors)
+
+    module.DistributedOptimizer._set_main_param_and_optimizer_states = load_with_step
 
 
 # --- CPU --------------------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ class Policy:
     # --- both --------------------------------------------------------------------------------------------------------
 
     def _shared_sums(self, results: list[dict[str, Tensor]], names: Iterable[str]) -> Tensor:
-        """[names] float64: sums over micro-batches and replicas of scalars, on every rank. A missing one counts as 0."""
+        """[names] float64: sums of scalars over micro-batches and replicas, on every rank; a missing one is 0."""
         names = list(names)
         local = torch.zeros(len(names), dtype=torch.float64)
         if self.topology.is_last_stage:

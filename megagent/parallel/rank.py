@@ -1,7 +1,7 @@
 """One Megatron process, as whoever places processes sees it. Knows nothing of Ray.
 
-Megatron looks at torch while it is imported, so everything that imports it is imported in `setup`, after the platform has
-been installed; this module itself costs nothing to import.
+Megatron looks at torch while it is imported, so everything that imports it is imported in `setup`, after the platform
+has been installed; this module itself costs nothing to import.
 """
 
 from __future__ import annotations

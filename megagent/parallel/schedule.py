@@ -1,8 +1,8 @@
 """Micro-batches of a StepBatch, and Megatron's pipeline schedules over them.
 
-A micro-batch is right-padded to its own longest row; causal attention never sees padding from a real token, so no mask is
-needed. Only the positions that predict a wanted token get logits, and what comes out is one value for each of them, in
-the order of the rows: the values of a Jagged column.
+A micro-batch is right-padded to its own longest row; causal attention never sees padding from a real token, so no mask
+is needed. Only the positions that predict a wanted token get logits, and what comes out is one value for each of them,
+in the order of the rows: the values of a Jagged column.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sequences:
         return len(self.tokens)
 
     def micro_batch(self, rows: Tensor) -> MicroBatch:
-        """The rows at these indices [rows]. One with nothing to predict predicts a token anyway, with zeros for columns.
+        """The rows at these indices [rows]. If they have nothing to predict, one token is, with zeros for columns.
 
         Without any, a collective over the vocabulary would be asked to move nothing, which not every backend can.
         """

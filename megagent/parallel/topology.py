@@ -23,7 +23,7 @@ from megagent.parallel import platform
 
 @dataclass(frozen=True)
 class Topology:
-    """This process' place. Ranks are numbered in Megatron's order: tensor-parallel fastest, then data, then pipeline."""
+    """This process' place. Ranks are numbered in Megatron's order: tensor-parallel fastest, pipeline slowest."""
 
     rank: int
     world: int
@@ -89,12 +89,8 @@ def initialise(config: Config, rank: int, world: int, master: str, port: int) ->
     """
     sizes = config.parallel
     if sizes.world != world:
-        raise ConfigError(
-            [
-                f"parallel: tp={sizes.tp} x pp={sizes.pp} x dp={sizes.dp} needs {sizes.world} ranks but {world} "
-                "were started; start as many as the product"
-            ]
-        )
+        needed = f"tp={sizes.tp} x pp={sizes.pp} x dp={sizes.dp} needs {sizes.world} ranks"
+        raise ConfigError([f"parallel: {needed} but {world} were started; start as many as the product"])
     platform.prepare_group_environment(master)
     dist.init_process_group(
         backend=platform.current().backend,

@@ -45,7 +45,7 @@ def make_config(model: Path, tp: int = 1, pp: int = 1, dp: int = 1, **trainer: A
     config = Config()
     config.model.path, config.model.dtype = str(model), "fp32"
     config.parallel.tp, config.parallel.pp, config.parallel.dp = tp, pp, dp
-    config.cluster.platform, config.cluster.timeout_s = "cpu", 60.0
+    config.cluster.platform, config.cluster.timeout_s = "cpu", 140.0
     settings = {
         "mini_batch_rows": 12,
         "micro_batch_rows": 3,

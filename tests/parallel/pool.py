@@ -1,12 +1,13 @@
 """Four rank processes that live as long as the test session.
 
 Importing torch and Megatron takes seconds of CPU time, so one server process imports them and forks the workers. A test
-names a job, a function `job(start, **arguments)` of some module; it runs on as many workers as the topology needs, where
-`start(config)` gives a Rank that has been set up.
+names a job, a function `job(start, **arguments)` of some module; it runs on as many workers as the topology needs, and
+`start(config)` gives it a Rank that has been set up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -36,12 +37,13 @@ class RankPool:
         self._pids: list[int] = []
 
     def run(
-        self, job: Callable[..., Any], world: int, *, seconds: float = 60.0, starts: int = 4, **arguments: Any
+        self, job: Callable[..., Any], world: int, *, seconds: float = 150.0, starts: int = 4, **arguments: Any
     ) -> list[Any]:
         """Run a job on the first `world` workers; their results by rank.
 
-        job: a function at the top level of a module, job(start, **arguments); seconds: its deadline; starts: how often it
-        may call start(). Raises JobFailed with the first worker's traceback, who died, or who was late.
+        job: a function at the top level of a module, job(start, **arguments); seconds: its deadline, generous because
+        the machine may be busy; starts: how often it may call start(). Raises JobFailed with the first worker's
+        traceback, who died, or who was late.
         """
         self._ensure_started()
         ports = _free_ports(starts)
@@ -84,17 +86,15 @@ class RankPool:
             child.close()
         self._workers = [parent for parent, _ in pairs]
         for connection in self._workers:
-            if not connection.poll(120):
+            if not connection.poll(240):
                 self.close()
-                raise JobFailed("the worker processes did not start within 120 s")
+                raise JobFailed("the worker processes did not start within 240 s")
             self._pids.append(connection.recv())
 
     def close(self) -> None:
         for pid in self._pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         for connection in self._workers:
             connection.close()
         if self._server is not None:

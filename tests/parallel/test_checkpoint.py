@@ -84,9 +84,7 @@ def test_latest_names_the_newest_and_nothing_partial_stays(ranks: RankPool, tiny
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_0000001", "iteration_0000002", "latest"]
 
 
-def test_loading_from_a_folder_without_a_checkpoint_says_so(
-    ranks: RankPool, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_loading_from_a_folder_without_a_checkpoint_says_so(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="there is no checkpoint"):
         ranks.run(resumed_job, 1, config=jobs.make_config(tiny_model), rows=jobs.make_rows(), folder=str(tmp_path))
 

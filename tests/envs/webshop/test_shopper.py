@@ -12,9 +12,9 @@ def test_the_same_seed_gives_the_same_episodes_and_another_seed_others(world):
     assert shopped(world, 50) != shopped(world, 50, seed=1)
 
 
-def test_mistakes_leave_somewhat_less_than_half_of_the_episodes_won(world):
+def test_mistakes_leave_a_minority_of_the_episodes_won(world):
     won = sum(episode.won for episode in shopped(world))
-    assert 0.38 < won / 400 < 0.55
+    assert 0.15 < won / 400 < 0.40
 
 
 def test_every_action_of_a_shopper_is_admissible(world):
@@ -42,7 +42,8 @@ def test_thoughts_restate_the_task_in_its_own_words_also_when_the_action_is_wron
 def test_a_wrong_query_is_noticed_and_put_right(world):
     episodes = shopped(world, 60, Mistakes(item=0.0, option=0.0, query=1.0))
     assert all(episode.won for episode in episodes)
-    assert {len(episode.steps) for episode in episodes} == {7}
+    # 5 where the wrong query happens to show the right product, 7 with the way back and another search.
+    assert {len(episode.steps) for episode in episodes} == {5, 7}
 
 
 def test_a_wrong_option_alone_loses_the_episode(world):
