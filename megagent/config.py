@@ -100,8 +100,8 @@ class TrainerConfig:
 
 @dataclass
 class SftConfig:
-    episodes: int = 800  # scripted episodes
-    steps: int = 1714  # optimizer steps
+    episodes: int = 2000  # scripted episodes
+    steps: int = 2600  # optimizer steps
     batch_rows: int = 8
     lr: float = 2e-3
     warmup_steps: int = 50

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megagent.errors import MegagentError
 from megagent.parallel.policy import Policy
@@ -39,7 +40,7 @@ def save(policy: Policy, folder: Path, iteration: int) -> Path:
         beside.mkdir(parents=True)
     dist.barrier()
     state = {**_sharded(policy, loading=False), "iteration": iteration}
-    dist_checkpointing.save(state, str(beside), content_metadata=_CONTENT)
+    dist_checkpointing.save(state, str(beside), content_metadata=dict(_CONTENT))
     dist.barrier()
     if writes:
         shutil.rmtree(final, ignore_errors=True)
@@ -71,9 +72,9 @@ def load(policy: Policy, folder: Path) -> int:
     policy.reference.keep()
     try:
         state = dist_checkpointing.load(_sharded(policy, loading=True), str(source))
-    except (CheckpointingException, OSError, KeyError) as error:
+    except (CheckpointingException, CheckpointException, OSError, KeyError) as error:
         raise MegagentError(
-            f"{source} cannot be loaded ({error}); name an older checkpoint in {folder / _LATEST}"
+            f"{source} cannot be loaded ({_first_line(error)}); name an older checkpoint in {folder / _LATEST}"
         ) from error
     policy.stage.chunks[0].load_state_dict(state["model"])
     policy.optimizer.megatron.load_state_dict(state["optimizer"])
@@ -84,10 +85,15 @@ def load(policy: Policy, folder: Path) -> int:
 
 def _sharded(policy: Policy, loading: bool) -> dict[str, Any]:
     """What a checkpoint holds, as Megatron's sharded state: where each rank's tensors lie in the full ones."""
-    model = policy.stage.chunks[0].sharded_state_dict(metadata=_CONTENT)
+    # Copies: Megatron adds a process group to the metadata, and another topology must not find it there.
+    model = policy.stage.chunks[0].sharded_state_dict(metadata=dict(_CONTENT))
     return {
         "model": model,
-        "optimizer": policy.optimizer.megatron.sharded_state_dict(model, is_loading=loading, metadata=_CONTENT),
+        "optimizer": policy.optimizer.megatron.sharded_state_dict(model, is_loading=loading, metadata=dict(_CONTENT)),
         "schedule": policy.optimizer.schedule.state_dict(),
         "updates": policy.updates,
     }
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

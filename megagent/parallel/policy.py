@@ -40,15 +40,22 @@ class Reference:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._copies: list[Tensor] | None = None
+        self._dropped = False
+
+    def drop(self) -> None:
+        """The actor's weights will change and no reference is wanted; asking for it from then on is an error."""
+        self._dropped = self._copies is None
 
     def keep(self) -> None:
         """To be called before the actor's weights change; only the first call copies."""
-        if self._copies is None:
+        if self._copies is None and not self._dropped:
             self._copies = [platform.current().host(parameter.data) for parameter in self._parameters]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The model computes with the reference's weights inside this context."""
+        if self._dropped:
+            raise RuntimeError("supervised training keeps no reference policy")
         if self._copies is None:
             yield
             return
@@ -125,8 +132,7 @@ class Policy:
         trainer, algo = self.config.trainer, self.config.algo
         columns = ["response_mask", "old_log_probs", "advantages"] + (["ref_log_probs"] if algo.kl_coef else [])
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
-        if algo.kl_coef:
-            self.reference.keep()
+        self.reference.keep()
         mini_batch_rows = trainer.mini_batch_rows // self.topology.dp
         mini_batches = [
             rows
@@ -175,6 +181,7 @@ class Policy:
         every rank. Raises TrainingDivergedError as update() does.
         """
         sequences = schedule.weighted_sequences(shard)
+        self.reference.drop()
         weights = sequences.columns["loss_weights"].values * sequences.wanted.values
         total = float(self.topology.sum_over_replicas([float(weights.double().sum())])[0])
         if total <= 0:
