@@ -21,13 +21,16 @@ from megagent.cluster.ranks import RankGroup
 from megagent.cluster.session import ray_session
 from megagent.config import Config
 from megagent.envs.base import World, build_world
+from megagent.errors import MegagentError
 from megagent.model_source import model_folder
 from megagent.observe.recorder import Recorder
 from megagent.observe.run_folder import RunFolder
 from megagent.parallel import platform
 from megagent.rollout.collector import Collector
 from megagent.rollout.episode import Episode, step_rows
+from megagent.rollout.memory import History
 from megagent.rollout.metrics import rollout_metrics, sampler_metrics, validation_metrics
+from megagent.rollout.prompts import PromptBuilder
 from megagent.rollout.tasks import draw_tasks
 
 VALIDATION_SEED = 1_000_003  # the same draws at every validation, whatever the iteration and trainer.seed
@@ -162,6 +165,7 @@ def open_run(config: Config) -> Iterator[Run]:
     with ExitStack() as stack:
         world = build_world(config.env)
         tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
+        _check_first_prompts(config, world, PromptBuilder(config.env, config.rollout, tokenizer))
         folder = stack.enter_context(RunFolder.create(config))
         recorder = stack.enter_context(Recorder(folder, config, tokenizer.decode))
         with recorder.phase("start"):
@@ -186,3 +190,15 @@ def open_run(config: Config) -> Iterator[Run]:
             bridge=bridge,
             finished=finished,
         )
+
+
+def _check_first_prompts(config: Config, world: World, prompts: PromptBuilder) -> None:
+    """Raises MegagentError if the wordiest tasks do not even fit into the first prompt of their episodes."""
+    environment = world.make()
+    for panel in ("train", "validation"):
+        first = [environment.reset(task) for task in world.tasks(panel)]
+        if not first:
+            raise MegagentError(
+                f"env.catalog={config.env.catalog}: the {panel} panel has no tasks; give a catalogue with more products"
+            )
+        prompts.build(max(first, key=lambda observation: len(observation.task)), History(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,14 @@ from ray.actor import ActorHandle
 from megagent.cluster.calls import answer, wait_all
 from megagent.cluster.placement import Placement
 from megagent.config import Config
+from megagent.errors import MegagentError
 from megagent.model_source import model_folder
 
 if TYPE_CHECKING:
     from megagent.rollout.engine import Generation, Sampling
+
+
+CLOSE_TIMEOUT_S = 10.0
 
 
 @ray.remote(max_concurrency=4096)
@@ -66,11 +71,11 @@ class EngineGroup:
 
     def close(self) -> None:
         """End the engines and the processes that they started."""
-        try:
-            wait_all(self._calls("close"), "end of the engines", 10.0)
-        finally:
-            for actor in self.actors:
-                ray.kill(actor, no_restart=True)
+        # An engine that does not end by itself, or has died already, is killed: no error of its end hides the run's own.
+        with contextlib.suppress(MegagentError):
+            wait_all(self._calls("close"), "end of the engines", CLOSE_TIMEOUT_S)
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
 
     def _calls(self, method: str, *arguments: Any) -> dict[str, ray.ObjectRef]:
         return {f"engine {i}": getattr(actor, method).remote(*arguments) for i, actor in enumerate(self.actors)}
