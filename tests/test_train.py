@@ -112,6 +112,29 @@ def test_a_resumed_run_goes_on_after_the_newest_checkpoint(plain: LiveRun) -> No
     assert record["actor/kl_loss"] > 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sentences"),
+    [
+        (
+            ("rollout.max_prompt_tokens=12",),
+            ("longer than rollout.max_prompt_tokens=12", "Set rollout.max_prompt_tokens="),
+        ),
+        (("env.catalog=/nowhere",), ("env.catalog=/nowhere", "no such folder")),
+        (("model.path=/nowhere/model",), ("model.path=/nowhere/model", "no such folder")),
+    ],
+    ids=["prompt", "catalogue", "model"],
+)
+def test_bad_input_ends_before_anything_starts(
+    tmp_path: Path, overrides: tuple[str, ...], sentences: tuple[str, ...], live: list[LiveRun]
+) -> None:
+    run = LiveRun(tmp_path / "run", *overrides)
+    live.append(run)
+    assert run.wait(100) == 2
+    assert all(sentence in run.output() for sentence in sentences)
+    assert "Traceback" not in run.output()
+    assert not (tmp_path / "run").exists()  # refused before the run folder, hence before Ray
+
+
 @pytest.mark.parametrize("overrides", [("parallel=tp2_pp2",), ("parallel=dp2",), ("rollout.tp=2",)], ids=" ".join)
 def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = finished(tmp_path / "run", *overrides)

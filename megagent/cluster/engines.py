@@ -71,7 +71,7 @@ class EngineGroup:
 
     def close(self) -> None:
         """End the engines and the processes that they started."""
-        # An engine that does not end by itself, or has died already, is killed: no error of its end hides the run's own.
+        # One that does not end by itself, or is dead already, is killed: no error of its end hides the run's own.
         with contextlib.suppress(MegagentError):
             wait_all(self._calls("close"), "end of the engines", CLOSE_TIMEOUT_S)
         for actor in self.actors:
