@@ -100,9 +100,9 @@ class TrainerConfig:
 
 @dataclass
 class SftConfig:
-    episodes: int = 2000  # scripted episodes
-    steps: int = 2600  # optimizer steps
-    batch_rows: int = 8
+    episodes: int = 6000  # scripted episodes
+    steps: int = 3000  # optimizer steps
+    batch_rows: int = 32
     lr: float = 2e-3
     warmup_steps: int = 50
     prompt_weight: float = 0.1  # loss weight of a prompt token; a response token weighs 1
