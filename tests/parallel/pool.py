@@ -98,10 +98,8 @@ class RankPool:
         for connection in self._workers:
             connection.close()
         if self._server is not None:
-            self._server.join(10)
-            if self._server.is_alive():
-                self._server.kill()
-                self._server.join()
+            self._server.kill()  # it only waits for the workers
+            self._server.join()
         self._server, self._workers, self._pids = None, [], []
 
 

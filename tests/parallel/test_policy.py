@@ -130,8 +130,8 @@ def test_supervised_steps_are_those_of_plain_torch(ranks: RankPool, tiny_model: 
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.clip_grad)
         optimizer.step()
-        assert results[0]["metrics"][step]["sft/loss"] == pytest.approx(float(loss), rel=2e-4)
-        assert results[0]["metrics"][step]["sft/grad_norm"] == pytest.approx(float(norm), rel=2e-3)
+        assert results[0]["metrics"][step]["sft/loss"] == pytest.approx(loss.item(), rel=2e-4)
+        assert results[0]["metrics"][step]["sft/grad_norm"] == pytest.approx(norm.item(), rel=2e-3)
 
 
 def _weighted_rows() -> StepBatch:

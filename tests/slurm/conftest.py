@@ -51,14 +51,14 @@ class Job:
         self.wait_for_log("probe: ")
         return json.loads(self.log.split("probe: ")[1].splitlines()[0])
 
-    def wait_for_log(self, text: str, timeout_s: float = 150) -> None:
+    def wait_for_log(self, text: str, timeout_s: float = 300) -> None:
         def appeared() -> bool:
             assert text in self.log or self.fields["JobState"] not in FINISHED, self.log
             return text in self.log
 
         wait_for(f"{text!r} in the log of job {self.number}", appeared, timeout_s)
 
-    def wait(self, timeout_s: float = 150) -> None:
+    def wait(self, timeout_s: float = 300) -> None:
         """Until the job and its steps have ended, on its nodes too."""
         wait_for(
             f"end of job {self.number}",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm.conftest import ROOT, Job, Slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
