@@ -14,6 +14,8 @@ from megagent.config import as_yaml
 from megagent.errors import ConfigError, MegagentError
 
 OVERRIDES = "key=value, or group=choice for a file of configs/: experiment=webshop_tiny, trainer.lr=4e-4"
+# What training needs and `pip install megagent` alone does not bring.
+EXTRAS = ("torch", "ray", "transformers", "safetensors", "tokenizers", "megatron", "vllm", "tensorboard", "psutil")
 EXAMPLES = """examples:
   megagent train experiment=webshop_tiny                     teach a tiny agent to shop, on two CPU cores
   megagent train experiment=webshop_tiny parallel=tp2_pp2 rollout.tp=2
@@ -44,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megagent: interrupted", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
+            raise
+        print(f"megagent: {error.name} is not installed; install megagent[cpu] or megagent[gpu].", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # megagent train --cfg | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

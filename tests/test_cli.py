@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megagent import __version__
+from megagent import __version__, cli
 from megagent.cli import main
 from megagent.errors import InfrastructureError
 
@@ -174,3 +174,25 @@ def test_doctor_names_what_is_installed(capsys: pytest.CaptureFixture[str]) -> N
         "/dev/shm",
     ):
         assert f"{line} " in printed
+
+
+def test_a_missing_extra_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+    monkeypatch.setattr(cli.importlib, "import_module", absent)
+    assert main(["train", "experiment=webshop_tiny", f"trainer.run_dir={tmp_path / 'run'}"]) == 2
+    assert "ray is not installed; install megagent[cpu] or megagent[gpu]" in capsys.readouterr().err
+
+
+def test_a_module_that_megagent_itself_lacks_is_a_bug_and_shows_as_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'megagent.trian'", name="megagent.trian")
+
+    monkeypatch.setattr(cli.importlib, "import_module", absent)
+    with pytest.raises(ModuleNotFoundError):
+        main(["train", "experiment=webshop_tiny", f"trainer.run_dir={tmp_path / 'run'}"])

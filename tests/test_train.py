@@ -142,16 +142,19 @@ def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ..
     assert run.leftovers(within_s=10) == []
 
 
-def test_ctrl_c_ends_every_process_within_twenty_seconds(tmp_path: Path, live: list[LiveRun]) -> None:
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
+def test_an_interrupt_ends_every_process_within_twenty_seconds(
+    tmp_path: Path, live: list[LiveRun], sent: signal.Signals, status: int
+) -> None:
     run = LiveRun(tmp_path / "run", "trainer.iterations=1000", "trainer.test_freq=1000")
     live.append(run)
     run.wait_for("iteration", lambda: any("actor/lr" in line for line in run.metrics()))
     assert len(run.processes()) > 5  # driver, Ray, two ranks, engine, environments
     start = time.monotonic()
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(sent)
     assert run.leftovers(within_s=20) == []
     assert time.monotonic() - start < 20
-    assert run.wait(1) == 130
+    assert run.wait(1) == status
     assert "Traceback" not in run.output()
 
 

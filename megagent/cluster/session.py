@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,6 +37,8 @@ def ray_session(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     runtime = {"env_vars": worker_environment(config)}
+    # Ray takes SIGTERM for itself when it starts; it must go on meaning what the program made of it.
+    terminated = signal.getsignal(signal.SIGTERM)
     common = {"runtime_env": runtime, "log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if config.cluster.ray_address == "local":
@@ -53,6 +57,8 @@ def ray_session(config: Config) -> Iterator[None]:
             "Use local for one machine, or the host:port that `ray start --head` printed."
         ) from error
     try:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminated)
         yield
     finally:
         ray.shutdown()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megagent.errors import MegagentError
@@ -32,7 +33,7 @@ def print_report(console: Console | None = None) -> None:
     console = console or Console()
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in report():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table)
 
 
