@@ -101,7 +101,7 @@ class TrainerConfig:
 @dataclass
 class SftConfig:
     episodes: int = 6000  # scripted episodes
-    steps: int = 3000  # optimizer steps
+    steps: int = 2400  # optimizer steps
     batch_rows: int = 32
     lr: float = 2e-3
     warmup_steps: int = 50

@@ -19,8 +19,8 @@ from megagent.envs.webshop.world import WebShopWorld
 class Mistakes:
     """How often a shopper errs, 0 to 1."""
 
-    item: float = 0.45  # opens some product of the page
-    option: float = 0.45  # selects another value, for one of the options of an episode
+    item: float = 0.55  # opens some product of the page
+    option: float = 0.60  # selects another value, for one of the options of an episode
     query: float = 0.10  # searches for another kind of product
 
 
