@@ -101,8 +101,8 @@ class TrainerConfig:
 @dataclass
 class SftConfig:
     episodes: int = 6000  # scripted episodes
-    steps: int = 2400  # optimizer steps
-    batch_rows: int = 32
+    steps: int = 2200  # optimizer steps
+    batch_rows: int = 16
     lr: float = 2e-3
     warmup_steps: int = 50
     prompt_weight: float = 0.1  # loss weight of a prompt token; a response token weighs 1

@@ -11,6 +11,12 @@ from megagent.model_source import hf_config_of
 from megagent.parallel.models import family_of
 
 
+def _stage_layers(layers: int, first: int | None, pp: int) -> tuple[str, str]:
+    if first is None:
+        return f"{layers // pp} layers", f"{layers} layers / pp {pp}"
+    return f"{first} or {layers // pp} layers", f"{layers} layers / pp {pp}; the first stage takes what is left over"
+
+
 def print_plan(config: Config, console: Console | None = None) -> None:
     """Prints the parallel layout and the batch table of a checked configuration."""
     console = console or Console()
@@ -37,7 +43,7 @@ def layout(config: Config) -> list[tuple[str, str, str]]:
         ("model", config.model.path, f"{family.name}, {sizes.layers} layers x {sizes.hidden}, {config.model.dtype}"),
         ("training ranks", f"{world}", f"tp {tp} x pp {pp} x dp {parallel.dp}"),
         ("of a tp rank", f"1/{tp} of a layer", share),
-        ("of a pp stage", f"{sizes.layers // pp} layers", f"{sizes.layers} layers / pp {pp}"),
+        ("of a pp stage", *_stage_layers(sizes.layers, family.first_stage_layers(hf_config, pp), pp)),
         (
             "vocabulary of a tp rank",
             f"{family.padded_vocab(hf_config, tp) // tp}",
