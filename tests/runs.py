@@ -54,14 +54,14 @@ class LiveRun:
         path = self.folder / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
-    def wait(self, timeout_s: float = 280) -> int:
+    def wait(self, timeout_s: float = 500) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.end()
             raise AssertionError(f"the run did not end within {timeout_s:.0f} s:\n{self.output()}") from None
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 200) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 400) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:

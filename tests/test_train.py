@@ -13,7 +13,7 @@ import pytest
 
 from tests.runs import LiveRun
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def finished(folder: Path, *overrides: str) -> LiveRun:
