@@ -112,7 +112,8 @@ RANGES: Mapping[str, Range] = {
     "rollout.tp": AT_LEAST_ONE,
     "rollout.engines": AT_LEAST_ONE,
     "rollout.n": AT_LEAST_ONE,
-    "rollout.temperature": ABOVE_ZERO,  # greedy episodes of a group are all the same and teach nothing
+    # Greedy episodes of a group are all the same and teach nothing; vLLM raises anything below 0.01 to it.
+    "rollout.temperature": Range(0.01),
     "rollout.max_prompt_tokens": AT_LEAST_ONE,
     "rollout.max_response_tokens": AT_LEAST_ONE,
     "rollout.max_sequences": AT_LEAST_ONE,
@@ -148,7 +149,7 @@ RANGES: Mapping[str, Range] = {
     "trainer.val_tasks": AT_LEAST_ONE,
     "trainer.val_temperature": NOT_NEGATIVE,
     "trainer.save_freq": NOT_NEGATIVE,
-    "trainer.seed": NOT_NEGATIVE,
+    "trainer.seed": Range(0, 2**31 - 1),  # what every library takes
     "sft.episodes": AT_LEAST_ONE,
     "sft.steps": AT_LEAST_ONE,
     "sft.batch_rows": AT_LEAST_ONE,
@@ -215,7 +216,7 @@ def _check_address(config: Config, faults: Faults) -> None:
     address = config.cluster.ray_address
     if (
         address != "local"
-        and not re.fullmatch(r"(ray://)?[^:/\s]+:\d{1,5}", address)
+        and not ((found := re.fullmatch(r"[^:/\s]+:(\d{1,5})", address)) and 0 < int(found[1]) < 65536)
         and faults.sound("cluster.ray_address")
     ):
         faults.add(
@@ -361,8 +362,9 @@ def _check_machine(config: Config, faults: Faults, command: Command) -> None:
         elif holds_run(run_dir) and not config.trainer.resume:
             faults.add(already_holds_run(run_dir))
     output = Path(config.sft.output).expanduser()
-    if command == "sft" and faults.sound("sft.output") and (output / "config.json").exists():
-        faults.add(f"sft.output={output}: already holds a model; give another folder, or remove it first")
+    taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    if command == "sft" and faults.sound("sft.output") and taken:
+        faults.add(f"sft.output={output}: exists and is not an empty folder; give another, or remove it first")
     sync_dir = Path(config.rollout.sync_dir).expanduser()
     can_write = sync_dir.is_dir() and os.access(sync_dir, os.W_OK)
     if command == "train" and faults.sound("rollout.sync_dir") and not can_write:

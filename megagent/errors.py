@@ -14,9 +14,14 @@ class ConfigError(MegagentError):
 
     def __init__(self, problems: Sequence[str], source: str = "configs") -> None:
         self.problems = tuple(problems)
+        self.source = source
         noun = "problem" if len(self.problems) == 1 else "problems"
         lines = [f"{source}: {len(self.problems)} {noun}", *(f"  {problem}" for problem in self.problems)]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
+        # By default an exception is rebuilt from its text; this one is made of its problems.
+        return type(self), (self.problems, self.source)
 
 
 class CatalogError(MegagentError):

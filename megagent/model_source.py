@@ -14,12 +14,16 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megagent.errors import MegagentError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 ASSETS = Path(__file__).resolve().parent / "assets"
 BUILTIN = "builtin:"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def _qwen25(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool) -> Mapping[str, Any]:
@@ -102,6 +106,26 @@ def model_folder(path: str) -> Path:
         return _download(path)
     except MegagentError as error:
         raise MegagentError(f"model.path={path}: {error}") from error
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of model.path. Raises MegagentError if the folder has none or it cannot be read.
+
+    transformers makes an empty tokenizer of a folder without tokenizer files, which encodes every text to nothing.
+    """
+    from transformers import AutoTokenizer
+
+    folder = model_folder(path)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise MegagentError(
+            f"model.path={path}: {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's there"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise MegagentError(
+            f"model.path={path}: its tokenizer cannot be read ({error}); download or export the model again"
+        ) from error
 
 
 def _config_file(path: str, folder: Path) -> Path:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-
-from transformers import AutoTokenizer
 
 from megagent.algos.adjust import schedule_multiple
 from megagent.algos.metrics import credit_metrics
@@ -21,8 +20,7 @@ from megagent.cluster.ranks import RankGroup
 from megagent.cluster.session import ray_session
 from megagent.config import Config
 from megagent.envs.base import World, build_world
-from megagent.errors import MegagentError
-from megagent.model_source import model_folder
+from megagent.model_source import load_tokenizer
 from megagent.observe.recorder import Recorder
 from megagent.observe.run_folder import RunFolder
 from megagent.parallel import platform
@@ -112,13 +110,15 @@ class Run:
         return rows
 
     def reference_log_probs(self, rows: StepBatch) -> StepBatch:
-        """Adds ref_log_probs, those of the policy that the run began with."""
+        """Adds ref_log_probs, those of the policy that the run began with, if the loss asks for them."""
+        if not self.config.algo.kl_coef:
+            return rows
         answer = self.actor.log_probs(rows.select("prompts", "responses"), "reference")
         return rows.with_columns(ref_log_probs=answer["log_probs"])
 
     def update(self, rows: StepBatch) -> None:
         columns = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs", "advantages")
-        self.metrics |= self.actor.update(rows.select(*columns))
+        self.metrics |= self.actor.update(rows.select(*(name for name in columns if name in rows)))
 
     def sync(self) -> None:
         self.metrics |= self.bridge.sync(self.actor, self.rollout)
@@ -139,7 +139,7 @@ class Run:
         tasks = self.world.tasks("validation")[: trainer.val_tasks]
         temperatures = [trainer.val_temperature] + ([0.0] if trainer.val_greedy else [])
         metrics: dict[str, float] = {}
-        for temperature in temperatures:
+        for temperature in dict.fromkeys(temperatures):
             with self.recorder.phase("validation", len(tasks)) as advance:
                 episodes = self.collector.collect(tasks, 1, temperature, VALIDATION_SEED, advance)
             metrics |= validation_metrics(episodes, greedy=temperature == 0)
@@ -151,9 +151,13 @@ class Run:
             self.actor.save(self.folder.checkpoints, iteration)
 
     def export(self) -> None:
-        """The trained policy as a Hugging Face folder."""
+        """The trained policy as a Hugging Face folder; an earlier one stays until this one is whole."""
+        fresh = self.folder.root / ".export.new"
         with self.recorder.phase("export"):
-            self.actor.export_hf(self.folder.export)
+            shutil.rmtree(fresh, ignore_errors=True)
+            self.actor.export_hf(fresh)
+            shutil.rmtree(self.folder.export, ignore_errors=True)
+            fresh.rename(self.folder.export)
 
 
 @contextmanager
@@ -164,21 +168,26 @@ def open_run(config: Config) -> Iterator[Run]:
     """
     with ExitStack() as stack:
         world = build_world(config.env)
-        tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
-        _check_first_prompts(config, world, PromptBuilder(config.env, config.rollout, tokenizer))
+        tokenizer = load_tokenizer(config.model.path)
+        _check_first_prompts(world, PromptBuilder(config.env, config.rollout, tokenizer))
         folder = stack.enter_context(RunFolder.create(config))
         recorder = stack.enter_context(Recorder(folder, config, tokenizer.decode))
         with recorder.phase("start"):
             stack.enter_context(ray_session(config))
-            placement = Placement(config, platform.resolve(config.cluster.platform))
+            kind = platform.resolve(config.cluster.platform)
+            placement = Placement(config, kind)
+            ranks = RankGroup(config, placement)
+            if kind == "cuda":
+                # On GPUs that both share, an engine measures what is free and takes its part of that.
+                ranks.wait_until_started()
             engines = EngineGroup(config, placement)
             stack.callback(engines.close)
             environments = EnvironmentGroup(config.env)
-            ranks = RankGroup(config, placement)
+            ranks.wait_until_started()
             engines.wait_until_started()
         bridge = FileBridge(config.rollout.sync_dir)
         stack.callback(bridge.close)
-        finished = ranks.load(folder.checkpoints) if config.trainer.resume and folder.has_checkpoint else 0
+        finished = ranks.load(folder.checkpoints) if folder.finished_iterations else 0
         yield Run(
             config=config,
             folder=folder,
@@ -192,13 +201,9 @@ def open_run(config: Config) -> Iterator[Run]:
         )
 
 
-def _check_first_prompts(config: Config, world: World, prompts: PromptBuilder) -> None:
+def _check_first_prompts(world: World, prompts: PromptBuilder) -> None:
     """Raises MegagentError if the wordiest tasks do not even fit into the first prompt of their episodes."""
     environment = world.make()
     for panel in ("train", "validation"):
         first = [environment.reset(task) for task in world.tasks(panel)]
-        if not first:
-            raise MegagentError(
-                f"env.catalog={config.env.catalog}: the {panel} panel has no tasks; give a catalogue with more products"
-            )
         prompts.build(max(first, key=lambda observation: len(observation.task)), History(0))

@@ -20,7 +20,6 @@ from megagent.cluster.ranks import RankGroup
 from megagent.cluster.session import ray_session
 from megagent.config import Config
 from megagent.envs.base import World, build_world
-from megagent.errors import ConfigError
 from megagent.model_source import BUILTIN, model_folder
 from megagent.observe.console import Console
 from megagent.parallel import platform
@@ -37,8 +36,6 @@ def main(config: Config) -> None:
     tuned from its own weights.
     """
     output = Path(config.sft.output).expanduser()
-    if (output / "config.json").exists():
-        raise ConfigError([f"sft.output={output}: already holds a model; give another folder, or remove it first"])
     world = build_world(config.env)
     output.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -51,6 +48,7 @@ def main(config: Config) -> None:
             located = replace(config, model=replace(config.model, path=str(start)))
             ranks = RankGroup(located, Placement(config, platform.resolve(config.cluster.platform)), task="sft")
             stack.callback(ranks.close)
+            ranks.wait_until_started()
         _learn(config, world, start, ranks, console)
         ranks.export_hf(work / "learnt")
         if is_new:

@@ -33,10 +33,10 @@ def train(run: Run) -> None:
         with run.phase("sync"):
             run.sync()
         run.record(iteration, episodes, rows)
-        if run.validates(iteration):
-            run.validate(iteration)
         if run.saves(iteration):
             run.save(iteration)
+        if run.validates(iteration):
+            run.validate(iteration)
     run.export()
 
 

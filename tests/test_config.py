@@ -170,7 +170,7 @@ def test_a_file_that_is_not_yaml_is_a_fault(tmp_path: Path, monkeypatch: pytest.
         ("parallel.tp=0", "at least 1"),
         ("trainer.mini_batch_rows=-64", "at least 1"),
         ("env.max_steps=0", "at least 1"),
-        ("rollout.temperature=0", "more than 0"),
+        ("rollout.temperature=0", "at least 0.01"),
         ("trainer.lr=0", "more than 0"),
         ("trainer.lr=nan", "more than 0"),
         ("trainer.clip_grad=inf", "more than 0"),
@@ -221,7 +221,7 @@ def test_the_estimators_known_without_torch_are_registered(name: str) -> None:
     assert name in ESTIMATORS
 
 
-@pytest.mark.parametrize("address", ["local", "10.0.0.1:6379", "ray://head.cluster:10001"])
+@pytest.mark.parametrize("address", ["local", "10.0.0.1:6379", "head.cluster:10001"])
 def test_ray_addresses_that_ray_understands_are_taken(address: str) -> None:
     assert load([f"cluster.ray_address={address}"]).cluster.ray_address == address
 
@@ -498,4 +498,16 @@ def test_the_warm_start_does_not_write_over_a_model(tmp_path: Path) -> None:
     overrides = ready(tmp_path)
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "config.json").touch()
-    assert "already holds a model" in only_problem(*overrides, command="sft")
+    assert "exists and is not an empty folder" in only_problem(*overrides, command="sft")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainer.seed=20240115123", "trainer.seed=20240115123"),
+        ("rollout.temperature=0.001", "rollout.temperature=0.001"),
+        ("cluster.ray_address=host:70000", "cluster.ray_address=host:70000"),
+    ],
+)
+def test_values_that_would_fail_late_are_refused_early(override: str, sentence: str) -> None:
+    assert sentence in only_problem("experiment=webshop_tiny", override)

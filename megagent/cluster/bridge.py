@@ -20,7 +20,7 @@ class FileBridge:
     """Numbers the versions of the weights and moves each from the ranks to the engines."""
 
     def __init__(self, sync_dir: str) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="megagent-weights-", dir=sync_dir))
+        self.folder = Path(tempfile.mkdtemp(prefix="megagent-weights-", dir=Path(sync_dir).expanduser().resolve()))
         self.version = 0
 
     def sync(self, actor: RankGroup, rollout: EngineGroup) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megagent.errors import InfrastructureError, MegagentError
 
@@ -37,14 +37,14 @@ def wait_all(calls: Mapping[str, ray.ObjectRef], doing: str, timeout_s: float) -
     return {name: results[name] for name in calls}
 
 
-async def answer(ref: ray.ObjectRef, who: str, doing: str, timeout_s: float) -> Any:
-    """The result of one remote call inside an event loop, within a deadline."""
+async def answer(ref: ray.ObjectRef, who: str, doing: str, timeout_s: float, key: str) -> Any:
+    """The result of one remote call inside an event loop, within a deadline. key: what sets the deadline."""
     try:
         return await asyncio.wait_for(_awaited(ref), timeout_s)
     except TimeoutError as error:
         raise InfrastructureError(
             f"{doing}: no answer from {who} within {timeout_s:.0f} s. "
-            "Raise its timeout if the work is that long; else look at the Ray logs of that process."
+            f"Raise {key} if the work is that long; else look at the Ray logs of that process."
         ) from error
     except RayError as error:
         raise as_infrastructure_error(error, who, doing) from error
@@ -62,6 +62,4 @@ def as_infrastructure_error(error: RayError, who: str, doing: str) -> MegagentEr
         return InfrastructureError(f"{doing}: {who} raised {type(error.cause).__name__}: {error.cause}")
     if isinstance(error, RayActorError):
         return InfrastructureError(f"{doing}: the process of {who} died ({str(error).splitlines()[0]}).")
-    if isinstance(error, GetTimeoutError):
-        return InfrastructureError(f"{doing}: {who} did not answer in time.")
     return InfrastructureError(f"{doing}: {who} failed: {error}")

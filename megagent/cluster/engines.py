@@ -54,14 +54,14 @@ class EngineGroup:
         self.starting = self._calls("start", config)
 
     def wait_until_started(self) -> None:
-        """Engines start while the ranks do; this is where the run needs them."""
+        """Until every engine can generate. May be called again."""
         wait_all(self.starting, "start of the engines", self.timeout_s)
 
     async def generate(self, slot: int, prompt_ids: list[int], sampling: Sampling) -> Generation:
         """One response to one prompt, for the episode in `slot`."""
         index = slot % len(self.actors)
         call = self.actors[index].generate.remote(prompt_ids, sampling)
-        return await answer(call, f"engine {index}", "generation", self.timeout_s)
+        return await answer(call, f"engine {index}", "generation", self.timeout_s, "cluster.timeout_s")
 
     def receive_weights(self, path: Path, version: int) -> list[int]:
         """Take over the weights in a safetensors file of full Hugging Face tensors; the version each engine has now."""

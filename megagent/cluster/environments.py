@@ -10,6 +10,8 @@ from megagent.config import EnvConfig
 from megagent.envs.base import Environment, Observation, StepResult, Task, build_world
 from megagent.errors import InfrastructureError
 
+KEY = "env.step_timeout_s"
+
 
 @ray.remote(num_cpus=0)
 class EnvironmentActor:
@@ -57,11 +59,11 @@ class EnvironmentGroup:
 
     async def reset(self, slot: int, task: Task) -> Observation:
         actor, name = self._worker(slot)
-        return await answer(actor.reset.remote(slot, task), name, "reset", self.config.step_timeout_s)
+        return await answer(actor.reset.remote(slot, task), name, "reset", self.config.step_timeout_s, KEY)
 
     async def step(self, slot: int, action: str) -> StepResult:
         actor, name = self._worker(slot)
-        return await answer(actor.step.remote(slot, action), name, "step", self.config.step_timeout_s)
+        return await answer(actor.step.remote(slot, action), name, "step", self.config.step_timeout_s, KEY)
 
     def _worker(self, slot: int) -> tuple[ActorHandle, str]:
         index = slot % len(self.actors)

@@ -53,7 +53,13 @@ class Placement:
         self._check_engines()
 
     def _check_engines(self) -> None:
-        tp = self.config.rollout.tp
+        tp, engines = self.config.rollout.tp, self.config.rollout.engines
+        if tp * engines > len(self.gpus):
+            problem = (
+                f"rollout: engines {engines} x tp {tp} want {tp * engines} GPUs, and engines share those of the "
+                f"{len(self.gpus)} training ranks; lower rollout.engines or rollout.tp"
+            )
+            raise ConfigError([problem])
         split = [
             engine
             for engine in range(self.config.rollout.engines)

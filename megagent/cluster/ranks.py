@@ -60,11 +60,14 @@ class RankGroup:
         ]
         address = wait_all({"rank 0": self.actors[0].rendezvous.remote()}, "start of the ranks", self.timeout_s)
         master, port = address["rank 0"]
-        calls = {
+        self.starting = {
             f"rank {rank}": actor.setup.remote(config, rank, master, port, task)
             for rank, actor in enumerate(self.actors)
         }
-        wait_all(calls, "start of the ranks", self.timeout_s)
+
+    def wait_until_started(self) -> None:
+        """Until every rank has joined the others and loaded the model. May be called again."""
+        wait_all(self.starting, "start of the ranks", self.timeout_s)
 
     def replica_of(self, rank: int) -> int:
         """The data-parallel replica of a rank, in Megatron's order tp, dp, pp (tp fastest)."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray.exceptions import RayError
 
 from megagent.config import Config
 from megagent.errors import InfrastructureError
@@ -46,12 +47,13 @@ def ray_session(config: Config) -> Iterator[None]:
             ray.init(
                 address="local",
                 include_dashboard=False,
+                _node_ip_address="127.0.0.1",
                 object_store_memory=OBJECT_STORE_BYTES,
                 **common,
             )
         else:
             ray.init(address=config.cluster.ray_address, **common)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+    except (ConnectionError, ValueError, RuntimeError, OSError, RayError) as error:
         raise InfrastructureError(
             f"cluster.ray_address={config.cluster.ray_address}: Ray did not start or answer ({error}). "
             "Use local for one machine, or the host:port that `ray start --head` printed."

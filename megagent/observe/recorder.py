@@ -15,6 +15,7 @@ from megagent.config import Config
 from megagent.errors import MegagentError
 from megagent.observe.console import Console
 from megagent.observe.episodes import Decode, write_episodes
+from megagent.observe.files import write_whole
 from megagent.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ class Recorder:
     def __init__(self, folder: RunFolder, config: Config, decode: Decode | None = None) -> None:
         """decode: token ids to text, so that recorded episodes hold their prompts."""
         self.folder = folder
+        finished = folder.finished_iterations
+        _drop_after(folder.metrics, finished)
         self.console = Console(config.trainer.iterations, enabled=config.logger.console)
         self._decode = decode
         self._metrics = _open_to_append(folder.metrics)
-        self._board = _open_board(folder.tensorboard) if config.logger.tensorboard else None
+        self._board = _open_board(folder.tensorboard, finished) if config.logger.tensorboard else None
 
     def __enter__(self) -> Recorder:
         self.console.__enter__()
@@ -107,7 +110,15 @@ def _open_to_append(path: Path) -> TextIO:
     return file
 
 
-def _open_board(path: Path) -> Any:
+def _drop_after(path: Path, finished: int) -> None:
+    """Removes the records of iterations that a resumed run does again: those after the newest checkpoint."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if finished > 0 and record["step"] <= finished]
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _open_board(path: Path, finished: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -115,4 +126,5 @@ def _open_board(path: Path) -> Any:
             f"logger.tensorboard=true: TensorBoard cannot be imported ({error}). "
             "Install megagent[cpu] or [gpu], or set logger.tensorboard=false."
         ) from error
-    return SummaryWriter(str(path))
+    # Points after the newest checkpoint are of iterations that are done again.
+    return SummaryWriter(str(path), purge_step=finished + 1 if finished else None)

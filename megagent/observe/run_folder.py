@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -99,9 +100,13 @@ class RunFolder:
         return self.root / "episodes"
 
     @property
-    def has_checkpoint(self) -> bool:
-        """Whether there is something that a resume can continue from."""
-        return (self.checkpoints / "latest").exists()
+    def finished_iterations(self) -> int:
+        """The iteration of the newest checkpoint, from where a resume goes on; 0 if there is none."""
+        latest = self.checkpoints / "latest"
+        found = (
+            re.fullmatch(r"iteration_(\d+)", latest.read_text(encoding="utf-8").strip()) if latest.exists() else None
+        )
+        return int(found[1]) if found else 0
 
     def close(self) -> None:
         """Lets another process use the folder."""

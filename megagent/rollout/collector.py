@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,7 +58,12 @@ class Collector:
         seed: decides every sampled token, given the weights. progress: called with 1 as each episode ends.
         Raises what an environment or engine raised first; the other episodes are dropped then, not scored.
         """
-        plan = [(task, number) for task in tasks for number in range(episodes_per_task)]
+        played: Counter[str] = Counter()  # a small panel may give a task twice: its episodes are numbered on
+        plan: list[tuple[Task, int]] = []
+        for task in tasks:
+            for _ in range(episodes_per_task):
+                plan.append((task, played[task.uid]))
+                played[task.uid] += 1
         return asyncio.run(self._collect(plan, temperature, seed, progress))
 
     async def _collect(

@@ -84,7 +84,7 @@ def test_an_awaited_call_fails_in_the_same_words(method: str, message: str) -> N
 
     async def call() -> None:
         peer = Peer.remote()
-        await answer(getattr(peer, method).remote(), "engine 0", "generation", 3)
+        await answer(getattr(peer, method).remote(), "engine 0", "generation", 3, "cluster.timeout_s")
 
     with pytest.raises(InfrastructureError, match=message):
         asyncio.run(call())

@@ -33,15 +33,39 @@ def test_a_record_is_on_disk_before_the_next_one(folder: RunFolder, config: Conf
     assert (record["step"], record["actor/pg_loss"]) == (1, 0.5)
 
 
-def test_a_second_recorder_appends(folder: RunFolder, config: Config) -> None:
+def checkpoint_of(folder: RunFolder, iteration: int) -> None:
+    (folder.checkpoints / "latest").write_text(f"iteration_{iteration:07d}\n")
+
+
+def test_a_resumed_run_appends_after_its_checkpoint(folder: RunFolder, config: Config) -> None:
     for step in (1, 2):
         with Recorder(folder, config) as recorder:
             recorder.record(step, {})
+        checkpoint_of(folder, step)
     assert [record["step"] for record in read_metrics(folder.metrics)] == [1, 2]
+
+
+def test_records_of_iterations_that_are_done_again_are_dropped(folder: RunFolder, config: Config) -> None:
+    with Recorder(folder, config) as recorder:
+        for step in range(6):
+            recorder.record(step, {})
+    checkpoint_of(folder, 3)
+    with Recorder(folder, config) as recorder:
+        recorder.record(4, {})
+    assert [record["step"] for record in read_metrics(folder.metrics)] == [0, 1, 2, 3, 4]
+
+
+def test_without_a_checkpoint_a_resumed_run_begins_its_records_anew(folder: RunFolder, config: Config) -> None:
+    with Recorder(folder, config) as recorder:
+        recorder.record(0, {})
+    with Recorder(folder, config) as recorder:
+        recorder.record(0, {})
+    assert [record["step"] for record in read_metrics(folder.metrics)] == [0]
 
 
 def test_a_line_torn_by_a_crash_does_not_swallow_the_next_one(folder: RunFolder, config: Config) -> None:
     folder.metrics.write_text('{"step": 1}\n{"step": 2, "actor/pg_')
+    checkpoint_of(folder, 2)
     with Recorder(folder, config) as recorder:
         recorder.record(3, {})
     assert [record["step"] for record in read_metrics(folder.metrics)] == [1, 3]

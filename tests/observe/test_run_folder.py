@@ -53,16 +53,16 @@ def test_a_refused_folder_can_be_resumed_at_once(tmp_path: Path) -> None:
 def test_a_resume_truncates_nothing(tmp_path: Path) -> None:
     RunFolder.create(config_in(tmp_path)).close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / "checkpoints" / "latest").write_text("1")
+    (tmp_path / "checkpoints" / "latest").write_text("iteration_0000007\n")
     with RunFolder.create(config_in(tmp_path, resume=True)) as folder:
         assert folder.metrics.read_text() == '{"step": 1}\n'
-        assert folder.has_checkpoint
+        assert folder.finished_iterations == 7
 
 
 def test_a_resume_of_nothing_starts_a_run(tmp_path: Path) -> None:
     """A job that Slurm requeues passes the same command, also the first time."""
     with RunFolder.create(config_in(tmp_path / "run", resume=True)) as folder:
-        assert not folder.has_checkpoint
+        assert folder.finished_iterations == 0
 
 
 def test_a_folder_with_other_things_in_it_may_be_used(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Script:
         self.samplings.append(sampling)
         await asyncio.sleep(0)
         ids = [ord(character) for character in self.reply]
-        return Generation(token_ids=ids, log_probs=[-0.5] * len(ids), finish_reason="stop")
+        return Generation(token_ids=ids, log_probs=[-0.5] * len(ids), finish_reason="stop", version=1)
 
 
 class Counters:
@@ -124,3 +124,11 @@ def test_progress_counts_every_episode_once() -> None:
     done: list[int] = []
     play.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0, progress=done.append)
     assert sum(done) == 4
+
+
+def test_a_task_that_comes_twice_plays_other_episodes_each_time() -> None:
+    play, engine = collector(GOOD, Counters())
+    episodes = play.collect([TASKS[0], TASKS[0]], episodes_per_task=2, temperature=1.0, seed=0)
+    assert len({episode.traj_uid for episode in episodes}) == 4
+    seeds = [sampling.seed for sampling in engine.samplings]
+    assert len(set(seeds)) == len(seeds)
