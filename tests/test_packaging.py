@@ -200,3 +200,13 @@ def test_help_lists_every_target() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     assert targets == set(re.findall(r"^  ([a-z]+) ", done.stdout, re.MULTILINE))
+
+
+def test_the_docs_have_no_places_left_to_fill_in() -> None:
+    open_places = re.compile(r"@@\w+@@|\{[a-z_]+:[^}]*\}")
+    found = {
+        str(page.relative_to(ROOT)): places
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+        if (places := [match[0] for match in open_places.finditer(page.read_text(encoding="utf-8"))])
+    }
+    assert found == {}
