@@ -24,6 +24,7 @@ SMALL = (
     "env.rollout.n=4",
     "trainer.mini_batch_rows=32",
     "trainer.micro_batch_rows=8",
+    "trainer.log_prob_micro_batch_rows=16",
     "trainer.val_tasks=8",
     "cluster.timeout_s=240",
 )
