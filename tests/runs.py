@@ -71,23 +71,34 @@ class LiveRun:
                 raise AssertionError(f"no {what} before the run ended or {timeout_s:.0f} s passed:\n{output}")
             time.sleep(0.2)
 
-    def processes(self) -> list[psutil.Process]:
-        """Every living process that carries the run's mark."""
+    def processes(self, but: tuple[str, ...] = ()) -> list[psutil.Process]:
+        """Every living process that carries the run's mark, but those whose command line begins with one of `but`."""
+        mark = f"{MARK}={self.mark}".encode()
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
+                # Not psutil's environ(): a process that has set its title has written over the first variables, and
+                # psutil reads no further than the first gap.
+                marked = mark in Path(f"/proc/{process.pid}/environ").read_bytes()
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    if not " ".join(process.cmdline()).startswith(but or "\0"):
+                        found.append(process)
+            except (psutil.Error, OSError):
                 continue
         return found
 
-    def leftovers(self, within_s: float = 0.0) -> list[str]:
+    def leftovers(self, within_s: float = 0.0, but: tuple[str, ...] = ()) -> list[str]:
         """What is still alive after `within_s` seconds at most: [] as soon as everything is gone."""
         deadline = time.monotonic() + within_s
-        while (alive := self.processes()) and time.monotonic() < deadline:
+        while (alive := self.processes(but)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return [f"{process.pid} {' '.join(process.cmdline()[:4])}" for process in alive if process.is_running()]
+        found = []
+        for process in alive:
+            try:
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+            except psutil.NoSuchProcess:
+                continue
+        return found
 
     def end(self) -> None:
         """Clean up after a failed test."""

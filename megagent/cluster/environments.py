@@ -38,7 +38,7 @@ class EnvironmentActor:
         try:
             return self.environments[slot].step(action)
         except Exception as error:
-            raise self._failure(slot, f"step with action {action[:200]!r}", error) from error
+            raise self._failure(slot, f"step with action {str(action)[:200]!r}", error) from error
 
     def _failure(self, slot: int, doing: str, error: Exception) -> InfrastructureError:
         raised = f"{type(error).__name__}: {error}"

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
-from ray.exceptions import RayError
 
 from megagent.config import Config
 from megagent.errors import InfrastructureError
@@ -41,23 +40,28 @@ def ray_session(config: Config) -> Iterator[None]:
     # Ray takes SIGTERM for itself when it starts; it must go on meaning what the program made of it.
     terminated = signal.getsignal(signal.SIGTERM)
     common = {"runtime_env": runtime, "log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        if config.cluster.ray_address == "local":
-            # CPU ranks take no CPU resource, so the count of cores limits nothing here.
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                _node_ip_address="127.0.0.1",
-                object_store_memory=OBJECT_STORE_BYTES,
-                **common,
-            )
-        else:
-            ray.init(address=config.cluster.ray_address, **common)
-    except (ConnectionError, ValueError, RuntimeError, OSError, RayError) as error:
-        raise InfrastructureError(
-            f"cluster.ray_address={config.cluster.ray_address}: Ray did not start or answer ({error}). "
-            "Use local for one machine, or the host:port that `ray start --head` printed."
-        ) from error
+    for last_try in (False, True):
+        try:
+            if config.cluster.ray_address == "local":
+                # CPU ranks take no CPU resource, so the count of cores limits nothing here.
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    **common,
+                )
+            else:
+                ray.init(address=config.cluster.ray_address, **common)
+            break
+        except Exception as error:  # Ray raises a bare Exception when its own processes are late
+            ray.shutdown()
+            # One Ray agent has a fixed port. Where it is taken, the agent goes on without it after some tries, but on a
+            # busy machine that alone may be too late for Ray's deadline; the second start has its files in the cache.
+            if last_try:
+                raise InfrastructureError(
+                    f"cluster.ray_address={config.cluster.ray_address}: Ray did not start or answer ({error}). "
+                    "Use local for one machine, or the host:port that `ray start --head` printed."
+                ) from error
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminated)
