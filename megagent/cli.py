@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("megagent: interrupted", file=sys.stderr)
-        return 130
+        return 128 + (signal.SIGTERM if _termination else signal.SIGINT)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRAS:
             raise
@@ -76,9 +76,14 @@ def _run(chosen: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+_termination = False  # whether the interrupt under way is a SIGTERM
+
+
 def _terminated(number: int, frame: object) -> None:
-    # As an exception it unwinds the run, which ends its processes; by default it would leave them behind.
-    raise SystemExit(128 + number)
+    # Handed on as SIGINT: an event loop that is running cancels its tasks for that one, and for no other.
+    global _termination
+    _termination = True
+    signal.raise_signal(signal.SIGINT)
 
 
 def _doctor(overrides: Sequence[str]) -> int:

@@ -80,9 +80,9 @@ class LiveRun:
                 # Not psutil's environ(): a process that has set its title has written over the first variables, and
                 # psutil reads no further than the first gap.
                 marked = mark in Path(f"/proc/{process.pid}/environ").read_bytes()
-                if marked and process.status() != psutil.STATUS_ZOMBIE:
-                    if not " ".join(process.cmdline()).startswith(but or "\0"):
-                        found.append(process)
+                spared = but and " ".join(process.cmdline()).startswith(but)
+                if marked and not spared and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
             except (psutil.Error, OSError):
                 continue
         return found

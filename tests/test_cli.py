@@ -142,11 +142,13 @@ def test_looking_imports_nothing_heavy(arguments: list[str]) -> None:
     assert run(code).stdout.endswith("[]\n")
 
 
-def test_termination_unwinds_like_an_interrupt() -> None:
+def test_termination_unwinds_like_an_interrupt(startable: list[str]) -> None:
     code = (
-        "import os, signal\nfrom megagent import cli\n"
-        "signal.signal(signal.SIGTERM, cli._terminated)\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGTERM)\nfinally:\n    print('ended')"
+        "import os, signal, sys, types\nfrom megagent import cli\n"
+        "def main(config):\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n    finally:\n        print('ended')\n"
+        "sys.modules['megagent.train'] = types.SimpleNamespace(main=main)\n"
+        f"sys.exit(cli.main({['train', *startable]!r}))"
     )
     ended = run(code)
     assert (ended.returncode, ended.stdout) == (143, "ended\n")
