@@ -19,33 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from megagent.envs.webshop.nouns import title_nouns
+from megagent.envs.webshop.product import NO_PRICE, Product
 from megagent.errors import CatalogError
 
-NO_PRICE = 100.0  # what a product without a price costs, in dollars
 _SHOWN_FAULTS = 20
 _ASIN_LENGTH = 10
 # Control characters but tab and line breaks, and halves of surrogate pairs, which cannot even be encoded.
 _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """One product, as pages, search and reward need it."""
-
-    asin: str
-    title: str
-    description: str
-    bullets: tuple[str, ...]
-    category: str
-    product_category: str  # levels joined with U+203A
-    query: str  # what the product was found with: its kind
-    price_tag: str  # what the page shows
-    prices: tuple[float, ...]  # one price, or the two ends of a range, dollars
-    options: Mapping[str, tuple[str, ...]]  # name -> values, in page order, lower case
-    attributes: tuple[str, ...]
-    nouns: tuple[str, ...]  # of the title, lower case, in order
-    instruction: str = ""  # empty: no goal asks for this product
-    instruction_attributes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
