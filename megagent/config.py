@@ -5,7 +5,10 @@ Defaults are the seed recipe (WebShop, GiGPO); configs/ holds the groups and exp
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -58,19 +61,56 @@ class EnvRolloutConfig:
     n: int = 8  # episodes of one task: the size of a group
 
 
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a key may have."""
+
+    low: float
+    high: float = math.inf
+    above_low: bool = False  # low itself is not allowed
+    below_high: bool = False  # high itself is not allowed
+
+    def holds(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        low = value > self.low if self.above_low else value >= self.low
+        return low and (value < self.high if self.below_high else value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"{'more than' if self.above_low else 'at least'} {self.low:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and {'less than' if self.below_high else 'at most'} {self.high:g}"
+
+
+def number(default: float, low: float, high: float = math.inf) -> Any:
+    """A field of an environment's own configuration: a number from low to high, both included."""
+    return field(default=default, metadata={"range": Range(low, high)})
+
+
+def one_of(default: str, *others: str) -> Any:
+    """A field of an environment's own configuration: one of these words."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
 @dataclass
 class EnvConfig:
-    name: str = "webshop"
-    catalog: str = "embedded"  # embedded, or a folder with the original's files
-    prompt: str = "webshop"  # webshop | webshop_compact
+    """What every environment has. Each adds its own keys in a subclass, which `megagent.envs.WORLDS` names."""
+
+    name: str = "webshop"  # webshop | sokoban
+    prompt: str = "webshop"  # webshop | webshop_compact | sokoban
     max_steps: int = 15
     history_length: int = 2
-    page_size: int = 10  # products on a results page
     success_reward: float = 10.0
-    workers: int = 2  # Ray actors that host the environments
+    workers: int = 0  # Ray actors that host the environments; 0: one a core of each node, but one core, at most 16
+    retries: int = 2  # times that an episode is played again after its worker died or went silent
     start_timeout_s: float = 600.0  # deadline for opening the catalogue
-    step_timeout_s: float = 60.0  # deadline of one reset or step
+    step_timeout_s: float = 60.0  # deadline of a batch of resets or steps
     rollout: EnvRolloutConfig = field(default_factory=EnvRolloutConfig)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(name of the field, sentence) of every fault that the fields' own rules do not find."""
+        yield from ()
 
 
 @dataclass

@@ -7,16 +7,14 @@ mistyped number is one line and not five.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megagent.algos.schedule import batch_problems, sft_batch_problems
-from megagent.config import Config
+from megagent.config import Config, Range
 from megagent.envs.base import WORLDS
 from megagent.errors import ConfigError, MegagentError
 from megagent.model_source import ASSETS, BUILTIN, hf_config_of, local_folder
@@ -68,7 +66,7 @@ def check(config: Config, faults: Faults, command: Command | None = None) -> Non
     _check_batches(config, faults, command)
     _check_model(config, faults, command)
     _check_cluster(config, faults)
-    _check_catalog(config, faults)
+    _check_environment(config, faults)
     _check_lengths_of_training(config, faults)
     if command is not None:
         _check_machine(config, faults, command)
@@ -77,26 +75,6 @@ def check(config: Config, faults: Faults, command: Command | None = None) -> Non
 # ---------------------------------------------------------------------------------------------------------------------
 # Values by themselves
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Range:
-    low: float
-    high: float = math.inf
-    above_low: bool = False  # low itself is not allowed
-    below_high: bool = False  # high itself is not allowed
-
-    def holds(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        low = value > self.low if self.above_low else value >= self.low
-        return low and (value < self.high if self.below_high else value <= self.high)
-
-    def __str__(self) -> str:
-        low = f"{'more than' if self.above_low else 'at least'} {self.low:g}"
-        if self.high == math.inf:
-            return low
-        return f"{low} and {'less than' if self.below_high else 'at most'} {self.high:g}"
 
 
 AT_LEAST_ONE = Range(1)
@@ -127,9 +105,9 @@ RANGES: Mapping[str, Range] = {
     "algo.invalid_action_penalty": NOT_NEGATIVE,
     "env.max_steps": AT_LEAST_ONE,
     "env.history_length": NOT_NEGATIVE,
-    "env.page_size": AT_LEAST_ONE,
     "env.success_reward": ABOVE_ZERO,
-    "env.workers": AT_LEAST_ONE,
+    "env.workers": NOT_NEGATIVE,
+    "env.retries": NOT_NEGATIVE,
     "env.start_timeout_s": ABOVE_ZERO,
     "env.step_timeout_s": ABOVE_ZERO,
     "env.rollout.n": AT_LEAST_ONE,
@@ -163,7 +141,7 @@ RANGES: Mapping[str, Range] = {
     "cluster.threads": AT_LEAST_ONE,
     "logger.episodes": NOT_NEGATIVE,
 }
-NOT_EMPTY = ("experiment_name", "model.path", "env.catalog", "trainer.run_dir", "sft.output", "rollout.sync_dir")
+NOT_EMPTY = ("experiment_name", "model.path", "trainer.run_dir", "sft.output", "rollout.sync_dir")
 
 
 def _check_ranges(config: Config, faults: Faults) -> None:
@@ -336,15 +314,21 @@ def _check_cluster(config: Config, faults: Faults) -> None:
         )
 
 
-def _check_catalog(config: Config, faults: Faults) -> None:
-    catalog = config.env.catalog
-    if catalog == "embedded" or not faults.sound("env.catalog"):
-        return
-    if not Path(catalog).expanduser().is_dir():
-        faults.add(
-            f"env.catalog={catalog}: there is no such folder; give one with the catalogue's files, or embedded",
-            "env.catalog",
-        )
+def _check_environment(config: Config, faults: Faults) -> None:
+    """The keys that the chosen environment adds to the common ones: each field carries its rule."""
+    env = config.env
+    for item in dataclasses.fields(env):
+        key, value = f"env.{item.name}", getattr(env, item.name)
+        if not faults.sound(key):
+            continue
+        allowed, choices = item.metadata.get("range"), item.metadata.get("choices")
+        if allowed is not None and not allowed.holds(value):
+            faults.add(f"{key}={value}: must be a number, {allowed}", key)
+        if choices is not None and value not in choices:
+            faults.add(f"{key}={value}: there is no such choice; use {_listed(list(choices), 'or')}", key)
+    for name, problem in env.problems():
+        if faults.sound(f"env.{name}"):
+            faults.add(problem, f"env.{name}")
 
 
 def _check_lengths_of_training(config: Config, faults: Faults) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megagent.config import Config
+from megagent.config import Config, EnvConfig
 from megagent.config_check import Command, Faults, check
+from megagent.envs.base import WORLDS
 from megagent.errors import ConfigError
 from megagent.model_source import model_folder as model_folder
 
@@ -144,15 +145,25 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def schema_keys(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """(dotted key, type) of every value of the schema, in order."""
+def schema_keys(
+    env: type[EnvConfig] = EnvConfig, schema: type = Config, prefix: str = ""
+) -> Iterator[tuple[str, type]]:
+    """(dotted key, type) of every value of the schema, in order. env: what the environment's section holds."""
     hints = typing.get_type_hints(schema)
     for item in dataclasses.fields(schema):
-        kind = hints[item.name]
+        kind = env if hints[item.name] is EnvConfig else hints[item.name]
         if dataclasses.is_dataclass(kind):
-            yield from schema_keys(cast(type, kind), f"{prefix}{item.name}.")
+            yield from schema_keys(env, cast(type, kind), f"{prefix}{item.name}.")
         else:
             yield prefix + item.name, kind
+
+
+def _environment(tree: Mapping[str, Any]) -> type[EnvConfig]:
+    """The configuration class of the environment that the tree names; of the one that is meant, if it is mistyped."""
+    section = tree.get("env")
+    name = str(section.get("name", EnvConfig.name)) if isinstance(section, Mapping) else EnvConfig.name
+    known = [name] if name in WORLDS else difflib.get_close_matches(name, WORLDS, n=1)
+    return WORLDS[known[0] if known else EnvConfig.name].config
 
 
 def _typed(tree: dict[str, Any], faults: Faults) -> Config:
@@ -160,8 +171,10 @@ def _typed(tree: dict[str, Any], faults: Faults) -> Config:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    kinds = dict(schema_keys())
-    typed = cast(DictConfig, OmegaConf.structured(Config))
+    env = _environment(tree)
+    kinds = dict(schema_keys(env))
+    schema = Config(env=env())
+    typed = cast(DictConfig, OmegaConf.structured(schema))
     for key, value in _leaves(tree, kinds):
         if key not in kinds:
             faults.add(_unknown(key, value, kinds), key)
@@ -170,7 +183,7 @@ def _typed(tree: dict[str, Any], faults: Faults) -> Config:
             OmegaConf.update(typed, key, value)
         except OmegaConfBaseException:
             faults.add(f"{key}={_show(value)}: must be {KIND[kinds[key]]}", key)
-            OmegaConf.update(typed, key, OmegaConf.select(OmegaConf.structured(Config), key))
+            OmegaConf.update(typed, key, OmegaConf.select(OmegaConf.structured(schema), key))
     for key, kind in kinds.items():  # interpolations can only be followed when every key has its value
         node = typed
         *sections, last = key.split(".")
@@ -206,6 +219,11 @@ def _unknown(key: str, value: Any, kinds: Mapping[str, type]) -> str:
     parents = [known for known in kinds if key.startswith(f"{known}.")]
     if parents:
         return f"{key}: unknown key ({parents[0]} is a value, not a section)"
+    others = [name for name, entry in WORLDS.items() if key in dict(schema_keys(entry.config))]
+    if others:
+        return (
+            f"{key}: not a key of this environment but of {', '.join(others)}; choose it with env=<file of configs/env>"
+        )
     return f"{key}: unknown key{_did_you_mean(key, list(kinds))}"
 
 

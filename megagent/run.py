@@ -29,7 +29,6 @@ from megagent.rollout.episode import Episode, step_rows
 from megagent.rollout.memory import History
 from megagent.rollout.metrics import rollout_metrics, sampler_metrics, validation_metrics
 from megagent.rollout.prompts import PromptBuilder
-from megagent.rollout.tasks import draw_tasks
 
 VALIDATION_SEED = 1_000_003  # the same draws at every validation, whatever the iteration and trainer.seed
 
@@ -88,7 +87,7 @@ class Run:
     def collect(self, iteration: int, progress: Callable[[int], None]) -> list[Episode]:
         """env.rollout.n episodes of each of the iteration's tasks."""
         trainer = self.config.trainer
-        tasks = draw_tasks(self.world.tasks("train"), trainer.tasks_per_iteration, trainer.seed, iteration)
+        tasks = self.world.draw("train", trainer.tasks_per_iteration, trainer.seed, iteration)
         seed = trainer.seed * 100_003 + iteration
         return self.collector.collect(tasks, self.config.env.rollout.n, self.config.rollout.temperature, seed, progress)
 

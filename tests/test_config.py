@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import urllib.request
@@ -14,6 +15,8 @@ import pytest
 from megagent.config import Config, as_yaml
 from megagent.config_check import RANGES, values
 from megagent.config_load import configs_dir, load, read, schema_keys
+from megagent.envs import WORLDS
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.errors import ConfigError, MegagentError
 from megagent.model_source import KNOWN, hf_config_of, model_folder
 
@@ -92,7 +95,7 @@ def test_one_key_may_refer_to_another() -> None:
 
 
 def test_values_have_the_types_of_the_schema() -> None:
-    kinds = dict(schema_keys())
+    kinds = dict(schema_keys(WebShopConfig))
     for key, value in values(load(["trainer.lr=1", "experiment_name=7"])):
         assert type(value) is kinds[key], key
 
@@ -101,14 +104,25 @@ def test_the_resolved_yaml_loads_to_the_same_values() -> None:
     from omegaconf import OmegaConf
 
     config = load(["experiment=webshop_gigpo_7b"])
-    assert (
-        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(as_yaml(config)))) == config
-    )
+    schema = OmegaConf.structured(Config(env=WebShopConfig()))
+    assert OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.create(as_yaml(config)))) == config
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:
     numbers = [key for key, kind in schema_keys() if kind in (int, float)]
     assert sorted(numbers) == sorted(RANGES)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_number_that_an_environment_adds_has_a_range(name: str) -> None:
+    common = {key for key, _ in schema_keys()}
+    fields = {f"env.{item.name}": item for item in dataclasses.fields(WORLDS[name].config)}
+    own = [key for key, kind in schema_keys(WORLDS[name].config) if key not in common and kind in (int, float)]
+    assert [key for key in own if "range" not in fields[key].metadata] == []
+
+
+def test_an_environment_has_its_own_keys() -> None:
+    assert isinstance(load(["env=webshop"]).env, WebShopConfig)
 
 
 # --- faults of form --------------------------------------------------------------------------------------------------
@@ -170,6 +184,8 @@ def test_a_file_that_is_not_yaml_is_a_fault(tmp_path: Path, monkeypatch: pytest.
         ("parallel.tp=0", "at least 1"),
         ("trainer.mini_batch_rows=-64", "at least 1"),
         ("env.max_steps=0", "at least 1"),
+        ("env.page_size=0", "at least 1"),
+        ("env.retries=-1", "at least 0"),
         ("rollout.temperature=0", "at least 0.01"),
         ("trainer.lr=0", "more than 0"),
         ("trainer.lr=nan", "more than 0"),
@@ -198,6 +214,9 @@ def test_a_number_out_of_its_range_is_named_with_the_range(override: str, rule: 
         "algo.kl_estimator=k1",
         "env.name=webshops",
         "env.prompt=webshop_short",
+        "env.compat=original",
+        "env.goals=all",
+        "env.observation=html",
         "model.dtype=fp16",
         "cluster.platform=tpu",
         "cluster.ray_address=head",
@@ -313,7 +332,8 @@ def test_several_nodes_need_a_ray_that_runs_on_them_and_a_shared_folder() -> Non
 
 
 def test_a_catalogue_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    assert f"env.catalog={tmp_path / 'no'}: there is no such folder" in only_problem(f"env.catalog={tmp_path / 'no'}")
+    found = only_problem(f"env.catalog={tmp_path / 'no'}")
+    assert f"env.catalog={tmp_path / 'no'}: there is no such folder or file" in found
 
 
 def test_a_warm_up_longer_than_the_training_is_refused() -> None:

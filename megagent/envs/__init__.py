@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from megagent.envs.base import WORLDS, build_world
+from megagent.envs.base import WORLDS, WorldEntry, build_world
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.envs.webshop.world import build_webshop
 
-WORLDS["webshop"] = build_webshop
+WORLDS["webshop"] = WorldEntry(WebShopConfig, build_webshop)
 
 __all__ = ["WORLDS", "build_world"]

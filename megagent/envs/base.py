@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from megagent.config import EnvConfig
 from megagent.errors import ConfigError
@@ -73,12 +75,24 @@ class World(Protocol):
         """The tasks of one panel, always in the same order. No task is in two panels."""
         ...
 
+    def draw(self, split: Split, count: int, seed: int, iteration: int) -> list[Task]:
+        """The `count` tasks that iteration 1, 2, ... plays, the same for the same seed. Usually `draw_tasks`."""
+        ...
+
     def make(self) -> Environment:
         """A new environment over this world."""
         ...
 
 
-WORLDS: dict[str, Callable[[EnvConfig], World]] = {}
+@dataclass(frozen=True, slots=True)
+class WorldEntry:
+    """One environment of the registry."""
+
+    config: type[EnvConfig]  # its keys of `env`: the common ones and its own
+    build: Callable[[Any], World]  # from an instance of `config`
+
+
+WORLDS: dict[str, WorldEntry] = {}
 
 
 def build_world(config: EnvConfig) -> World:
@@ -88,4 +102,23 @@ def build_world(config: EnvConfig) -> World:
         close = get_close_matches(config.name, WORLDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of: {known}"
         raise ConfigError([f"env.name={config.name}: no such environment ({hint})"])
-    return WORLDS[config.name](config)
+    entry = WORLDS[config.name]
+    if not isinstance(config, entry.config):
+        problem = f"a {entry.config.__name__} is wanted, and this is a {type(config).__name__}"
+        raise ConfigError([f"env.name={config.name}: {problem}; megagent.config_load makes the right one"])
+    return entry.build(config)
+
+
+def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> list[Task]:
+    """`count` tasks of iteration 1, 2, ...: passes over `tasks` in a new order each, cut into iterations.
+
+    A task comes again only after all others have come, and twice in one iteration only if there are fewer than `count`.
+    Stateless: what an iteration plays follows from the seed, so a resumed run continues.
+    """
+    first = (iteration - 1) * count
+    chosen: list[Task] = []
+    while len(chosen) < count:
+        epoch, offset = divmod(first + len(chosen), len(tasks))
+        order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
+        chosen += [tasks[index] for index in order[offset : offset + count - len(chosen)]]
+    return chosen

@@ -9,8 +9,9 @@ import pytest
 
 from megagent.cluster.environments import EnvironmentGroup
 from megagent.cluster.session import ray_session
-from megagent.config import Config, EnvConfig
+from megagent.config import Config
 from megagent.envs.base import build_world
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.errors import CatalogError, InfrastructureError
 
 pytestmark = pytest.mark.slow
@@ -23,7 +24,7 @@ def session() -> Iterator[None]:
 
 
 def test_a_worker_plays_an_episode_like_the_world_in_this_process() -> None:
-    config = EnvConfig(workers=1)
+    config = WebShopConfig(workers=1)
     world = build_world(config)
     task = world.tasks("train")[0]
     here = world.make()
@@ -38,8 +39,8 @@ def test_a_worker_plays_an_episode_like_the_world_in_this_process() -> None:
 
 
 def test_an_environment_that_raises_is_named_with_task_and_action() -> None:
-    group = EnvironmentGroup(EnvConfig(workers=1))
-    task = build_world(EnvConfig()).tasks("train")[0]
+    group = EnvironmentGroup(WebShopConfig(workers=1))
+    task = build_world(WebShopConfig()).tasks("train")[0]
 
     async def step_after_the_end() -> None:
         await group.reset(0, task)
@@ -54,4 +55,4 @@ def test_an_environment_that_raises_is_named_with_task_and_action() -> None:
 
 def test_a_missing_catalogue_is_one_sentence(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(CatalogError, match="nowhere"):
-        EnvironmentGroup(EnvConfig(workers=1, catalog=str(tmp_path / "nowhere")))
+        EnvironmentGroup(WebShopConfig(workers=1, catalog=str(tmp_path / "nowhere")))

@@ -9,6 +9,7 @@ import pytest
 import megagent.envs
 from megagent.config import EnvConfig
 from megagent.envs import WORLDS, build_world
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.envs.webshop.world import WebShopWorld
 from megagent.errors import ConfigError
 
@@ -37,7 +38,12 @@ def test_environments_import_only_the_standard_library_numpy_and_regex():
 
 def test_the_registry_builds_the_world_of_that_name():
     assert "webshop" in WORLDS
-    assert isinstance(build_world(EnvConfig(name="webshop")), WebShopWorld)
+    assert isinstance(build_world(WebShopConfig()), WebShopWorld)
+
+
+def test_a_configuration_of_another_environment_is_refused():
+    with pytest.raises(ConfigError, match="env.name=webshop: a WebShopConfig is wanted, and this is a EnvConfig"):
+        build_world(EnvConfig(name="webshop"))
 
 
 def test_an_unknown_environment_is_named_with_the_closest_known_one():

@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 
-from megagent.config import Config, EnvConfig, RolloutConfig, SftConfig
+from megagent.config import Config, RolloutConfig, SftConfig
 from megagent.envs import build_world
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.rollout import demonstrations
 from megagent.rollout.demonstrations import lessons, reply, supervised_batches, supervised_rows
 from megagent.rollout.projection import project
@@ -33,7 +34,7 @@ class Bytes:
 @pytest.fixture(scope="module")
 def config() -> Config:
     return Config(
-        env=EnvConfig(prompt="webshop_compact", page_size=4, max_steps=8),
+        env=WebShopConfig(prompt="webshop_compact", page_size=4, max_steps=8),
         rollout=RolloutConfig(max_prompt_tokens=1000),
         sft=SftConfig(episodes=12, steps=10, batch_rows=4, prompt_weight=0.25, short_prompt_fraction=0.6),
     )

@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from megagent.config import EnvConfig
-from megagent.envs.base import Observation, Split, StepResult, Task
+from megagent.envs.base import Observation, Split, StepResult, Task, draw_tasks
 from megagent.envs.webshop import catalog, embedded, goals, pages
+from megagent.envs.webshop.config import EMBEDDED, WebShopConfig
 from megagent.envs.webshop.goals import Goal
 from megagent.envs.webshop.rules import HONEST, Rules
 from megagent.envs.webshop.search import MOST_RESULTS, SearchIndex
 from megagent.envs.webshop.session import Session, Shop
 from megagent.errors import CatalogError, MegagentError
 
-EMBEDDED = "embedded"
 _GOAL_SEED = 0  # of hidden prices and price bounds; fixed, so that a task means the same in every run
 
 
@@ -39,6 +38,9 @@ class WebShopWorld:
                 f"and all panels hold {len(self._goals)} goals together); use a larger catalogue"
             )
         return self._panels[split]
+
+    def draw(self, split: Split, count: int, seed: int, iteration: int) -> list[Task]:
+        return draw_tasks(self.tasks(split), count, seed, iteration)
 
     def goal(self, task: Task) -> Goal:
         """What a task asks for. Raises MegagentError if it is not of this world."""
@@ -90,7 +92,7 @@ class WebShopEnvironment:
         return Observation(session.goal.text, session.anchor(), box + clicks)
 
 
-def build_webshop(config: EnvConfig) -> WebShopWorld:
+def build_webshop(config: WebShopConfig) -> WebShopWorld:
     """The shop that `env.catalog` names: `embedded`, or a folder in the original's schema.
 
     Raises CatalogError with all faults of the folder's files.

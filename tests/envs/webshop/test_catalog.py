@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from megagent.config import EnvConfig
 from megagent.envs import build_world
 from megagent.envs.webshop.catalog import Records, build_products, read_folder, sampled_prices
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.errors import CatalogError
 
 from .conftest import entry, item
@@ -154,13 +154,13 @@ def test_a_folder_gives_a_world_with_plain_and_compressed_files_alike(tmp_path):
     write(plain, items, attributes)
     for name in ("items_shuffle_9.json", "items_ins_v2_9.json"):
         (packed / f"{name}.gz").write_bytes(gzip.compress((plain / name).read_bytes()))
-    digests = {build_world(EnvConfig(catalog=str(folder))).digest for folder in (plain, packed)}
+    digests = {build_world(WebShopConfig(catalog=str(folder))).digest for folder in (plain, packed)}
     assert len(digests) == 1
 
 
 def test_a_missing_folder_is_named_with_the_way_out(tmp_path):
     with pytest.raises(CatalogError, match=r"env.catalog=.*nowhere: no such folder.*embedded"):
-        build_world(EnvConfig(catalog=str(tmp_path / "nowhere")))
+        build_world(WebShopConfig(catalog=str(tmp_path / "nowhere")))
 
 
 def test_all_missing_files_are_named(tmp_path):
@@ -196,6 +196,6 @@ def test_a_damaged_file_is_named_with_the_place(tmp_path, name, content, message
 
 def test_an_empty_panel_is_refused_when_it_is_asked_for(tmp_path):
     write(tmp_path, [item("B1")], {"B1": entry()})
-    world = build_world(EnvConfig(catalog=str(tmp_path)))
+    world = build_world(WebShopConfig(catalog=str(tmp_path)))
     with pytest.raises(CatalogError, match=r"no goal falls in the \w+ panel.*use a larger catalogue"):
         [world.tasks(split) for split in ("warmup", "train", "validation", "test")]

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from itertools import combinations
 
-from megagent.config import EnvConfig
 from megagent.envs.base import SPLITS
 from megagent.envs.webshop import embedded
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.envs.webshop.shopper import PERFECT, demonstrations
 from megagent.envs.webshop.world import build_webshop
 
@@ -20,8 +20,8 @@ def test_the_world_is_the_one_that_the_shipped_weights_know(world):
 
 def test_another_process_with_another_hash_seed_builds_the_same_tasks(world):
     script = (
-        "from megagent.config import EnvConfig; from megagent.envs import build_world\n"
-        "world = build_world(EnvConfig(page_size=4)); print(world.digest, world.tasks('train')[0].uid)"
+        "from megagent.envs.webshop.config import WebShopConfig; from megagent.envs import build_world\n"
+        "world = build_world(WebShopConfig(page_size=4)); print(world.digest, world.tasks('train')[0].uid)"
     )
     command = [sys.executable, "-c", script]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"}).stdout
@@ -97,6 +97,6 @@ def test_three_pages_of_results_fit_in_an_episode_of_eight_steps(world):
     environment.reset(world.tasks("train")[0])
     environment.step("search[shirt]")
     assert len(environment.session.hits) == 12
-    last = build_webshop(EnvConfig(page_size=10)).make()
+    last = build_webshop(WebShopConfig(page_size=10)).make()
     last.reset(world.tasks("train")[0])
     assert "Total results: 15" in last.step("search[shirt]").observation.page

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from megagent.config import EnvConfig
 from megagent.envs.base import SPLITS
 from megagent.envs.webshop import pages
 from megagent.envs.webshop.catalog import build_products, read_folder, sampled_prices
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.envs.webshop.goals import synthetic_goals
 from megagent.envs.webshop.nouns import title_nouns
 from megagent.envs.webshop.reward import purchase_reward
@@ -139,7 +139,7 @@ def test_nouns_by_rule_change_few_scores(original):
 
 
 def test_real_goals_are_split_by_product(data):
-    world = build_webshop(EnvConfig(catalog=str(data)))
+    world = build_webshop(WebShopConfig(catalog=str(data)))
     asins = {split: {world.goal(task).product.asin for task in world.tasks(split)} for split in SPLITS}
     assert sum(map(len, asins.values())) == len(set().union(*asins.values())) == 415
     assert len(world.tasks("validation")) >= 128

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagent.config import EnvConfig
 from megagent.envs.base import Task
 from megagent.envs.webshop.catalog import Records, build_products
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.envs.webshop.goals import Goal
 from megagent.envs.webshop.rules import HONEST, ORIGINAL
 from megagent.envs.webshop.session import Session
@@ -215,7 +215,7 @@ def test_visits_of_one_world_do_not_touch_each_other(world):
     assert second.step("nothing").observation == before
 
 
-WORLD = build_webshop(EnvConfig(page_size=4))
+WORLD = build_webshop(WebShopConfig(page_size=4))
 
 
 @settings(max_examples=40, deadline=None)

@@ -5,8 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagent.envs.base import Task
-from megagent.rollout.tasks import draw_tasks
+from megagent.envs.base import Task, draw_tasks
 
 
 def panel(size: int) -> list[Task]:

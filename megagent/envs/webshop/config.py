@@ -1,0 +1,30 @@
+"""The keys that WebShop adds to `env`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megagent.config import EnvConfig, number, one_of
+
+EMBEDDED = "embedded"
+
+
+@dataclass
+class WebShopConfig(EnvConfig):
+    """`env` when env.name=webshop."""
+
+    catalog: str = EMBEDDED  # embedded, a folder with the original's files, or a .shop file built from one
+    compat: str = one_of("none", "verl_agent")  # verl_agent: the original's behaviour and verl-agent's, faults included
+    goals: str = one_of("synthetic", "human")
+    observation: str = one_of("text", "text_rich")
+    page_size: int = number(10, 1)  # products on a results page
+    max_results: int = number(50, 1)  # products that a search finds at most
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if not self.catalog:
+            yield "catalog", "env.catalog: must not be empty"
+        elif self.catalog != EMBEDDED and not Path(self.catalog).expanduser().exists():
+            fix = "give a folder with the catalogue's files, what `megagent shop build` made of one, or embedded"
+            yield "catalog", f"env.catalog={self.catalog}: there is no such folder or file; {fix}"
