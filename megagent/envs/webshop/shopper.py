@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megagent.envs.base import Observation, Task
 from megagent.envs.webshop import pages
-from megagent.envs.webshop.catalog import Product
+from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.goals import NO_BOUND, Goal
 from megagent.envs.webshop.reward import purchase_reward
 from megagent.envs.webshop.session import Session
@@ -104,18 +104,18 @@ class Shopper:
         shown = session.shown()
         if shown and rng.random() < self._mistakes.item:
             return think, f"click[{rng.choice(shown).asin.lower()}]"
-        for product in shown:
-            if self._satisfies(session, goal, product):
+        for position, product in zip(session.shown_positions(), shown, strict=True):
+            if self._satisfies(session, goal, position, product):
                 return think, f"click[{product.asin.lower()}]"
         if session.results_page * session.shop.page_size < len(session.hits) and _is_of_kind(shown, goal):
             return think, f"click[{pages.NEXT.lower()}]"
         return think, f"click[{pages.BACK.lower()}]"
 
     @staticmethod
-    def _satisfies(session: Session, goal: Goal, product: Product) -> bool:
+    def _satisfies(session: Session, goal: Goal, position: int, product: Product) -> bool:
         """Whether buying `product` with the asked options, as far as it has them, would win."""
         chosen = {name: value for name, value in goal.options if value in product.options.get(name, ())}
-        price = session.shop.prices[product.asin]
+        price = session.shop.price(position, goal)
         return purchase_reward(goal, product, price, chosen, session.shop.rules).score == 1.0
 
     def _other_kind(self, kind: str, rng: random.Random) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from megagent.envs.base import Observation, Split, StepResult, Task, draw_tasks
-from megagent.envs.webshop import catalog, embedded, goals, pages
+from megagent.envs.base import Split, Task, draw_tasks
+from megagent.envs.webshop import catalog, embedded, goals
 from megagent.envs.webshop.config import EMBEDDED, WebShopConfig
+from megagent.envs.webshop.environment import WebShopEnvironment
 from megagent.envs.webshop.goals import Goal
 from megagent.envs.webshop.rules import HONEST, Rules
 from megagent.envs.webshop.search import MOST_RESULTS, SearchIndex
-from megagent.envs.webshop.session import Session, Shop
+from megagent.envs.webshop.session import Shop
 from megagent.errors import CatalogError, MegagentError
 
 _GOAL_SEED = 0  # of hidden prices and price bounds; fixed, so that a task means the same in every run
@@ -48,48 +49,11 @@ class WebShopWorld:
             raise MegagentError(f"task {task.uid} ({task.key}) is not one of {self._source}; use the same env.catalog")
         return self._goals[task.uid]
 
+    def random_goal(self, task: Task, rng: random.Random) -> Goal:
+        raise MegagentError("only env.compat=verl_agent begins another visit after a purchase")
+
     def make(self) -> WebShopEnvironment:
         return WebShopEnvironment(self)
-
-
-class WebShopEnvironment:
-    """One shopper's visits, one after the other."""
-
-    def __init__(self, world: WebShopWorld) -> None:
-        self.world = world
-        self._session: Session | None = None
-
-    @property
-    def session(self) -> Session:
-        """The visit of the current episode. Raises MegagentError before the first reset."""
-        if self._session is None:
-            raise MegagentError("the environment has no episode yet; call reset(task) first")
-        return self._session
-
-    def reset(self, task: Task) -> Observation:
-        self._session = Session(self.world.shop, self.world.goal(task))
-        return self._observe(self._session)
-
-    def step(self, action: str) -> StepResult:
-        session = self.session
-        if session.done:
-            raise MegagentError("the episode has ended; call reset(task) to begin the next one")
-        session.act(action)
-        score = session.reward.score if session.reward else 0.0
-        won = score == 1.0
-        return StepResult(
-            observation=self._observe(session),
-            reward=self.world.success_reward if won else 0.0,
-            done=session.done,
-            won=won,
-            score=score,
-        )
-
-    @staticmethod
-    def _observe(session: Session) -> Observation:
-        box = (pages.SEARCH_BOX,) if session.has_search_box else ()
-        clicks = tuple(f"click[{text}]" for text in session.clickables)
-        return Observation(session.goal.text, session.anchor(), box + clicks)
 
 
 def build_webshop(config: WebShopConfig) -> WebShopWorld:
@@ -116,4 +80,5 @@ def make_shop(
     products: Sequence[catalog.Product], prices: Mapping[str, float], page_size: int, most_results: int, rules: Rules
 ) -> Shop:
     """A shop over `products` with its search index built."""
-    return Shop(products, SearchIndex(products), prices, page_size, most_results, rules)
+    by_position = [prices[product.asin] for product in products]
+    return Shop(products, SearchIndex.of(products), lambda price_seed: by_position, page_size, most_results, rules)
