@@ -2,9 +2,16 @@
 
 Word boundaries are those of Unicode UAX #29. Lucene counts pictographs as words, by the property list of Unicode 11,
 which is wider than today's; a token more or less shifts document lengths and with them the order of results.
+
+A space always ends a word, so a text is taken apart piece by piece between spaces, and shops repeat their pieces: most
+are found in a cache. A piece in ASCII goes through a plain regular expression, any other through the full rules; a test
+holds the two against each other.
 """
 
 from __future__ import annotations
+
+import re
+from functools import lru_cache
 
 import regex
 
@@ -24,7 +31,15 @@ _PICTOGRAPHS = (
 _BOUNDARY = regex.compile(r"\b", regex.WORD | regex.VERSION1)
 # Halfwidth voiced marks are alphabetic by property, and make no word by themselves.
 _WORD = regex.compile(rf"[[\p{{Alphabetic}}\p{{Nd}}\p{{Han}}{_PICTOGRAPHS}]--[\uff9e\uff9f]]", regex.VERSION1)
+# UAX #29 for ASCII: letters, digits and underscores, joined by one sign between two letters or between two digits.
+_ASCII_WORD = re.compile(
+    r"_*[A-Za-z0-9](?:\w|(?<=[A-Za-z])[.':](?=[A-Za-z])|(?<=[0-9])[.',;](?=[0-9]))*",
+    re.ASCII,
+)
+# What joins to the character before it, a space included: there the pieces of a text depend on each other.
+_JOINS_A_SPACE = regex.compile(r" \p{WB=WSegSpace}*[\p{WB=Extend}\p{WB=Format}\p{WB=ZWJ}]")
 _LONGEST = 255  # characters; Lucene cuts longer words into pieces
+_CACHED_PIECES = 1 << 16
 _STOP_WORDS_TEXT = (
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
     "to was will with"
@@ -35,15 +50,43 @@ _POSSESSIVES = ("'s", "\u2019s", "\uff07s", "'S", "\u2019S", "\uff07S")
 
 def terms(text: str) -> list[str]:
     """The search terms of a text in order, repetitions kept."""
+    return [term for piece in pieces(text) for term in _cached_terms(piece)]
+
+
+def pieces(text: str) -> list[str]:
+    """Parts of `text` whose terms, one after the other, are the terms of the text."""
+    if not text.isascii() and _JOINS_A_SPACE.search(text):
+        return [text]
+    return text.split(" ")
+
+
+def piece_terms(piece: str) -> tuple[str, ...]:
+    """The search terms of one of `pieces`."""
+    segments = ascii_segments(piece) if piece.isascii() else unicode_segments(piece)
+    return tuple(term for segment in segments for term in segment_terms(segment))
+
+
+_cached_terms = lru_cache(maxsize=_CACHED_PIECES)(piece_terms)
+
+
+def segment_terms(segment: str) -> list[str]:
+    """What a word between boundaries gives: no term for a stop word, several for one that is too long."""
     found = []
-    for segment in _BOUNDARY.split(text):
-        if not _WORD.search(segment):
-            continue
-        for start in range(0, len(segment), _LONGEST):
-            word = segment[start : start + _LONGEST]
-            if word.endswith(_POSSESSIVES):
-                word = word[:-2]
-            word = word.lower()
-            if word not in _STOP_WORDS:
-                found.append(stem(word))
+    for start in range(0, len(segment), _LONGEST):
+        word = segment[start : start + _LONGEST]
+        if word.endswith(_POSSESSIVES):
+            word = word[:-2]
+        word = word.lower()
+        if word not in _STOP_WORDS:
+            found.append(stem(word))
     return found
+
+
+def ascii_segments(text: str) -> list[str]:
+    """The words of an ASCII text."""
+    return _ASCII_WORD.findall(text)
+
+
+def unicode_segments(text: str) -> list[str]:
+    """The words of any text, by the rules of UAX #29 in full."""
+    return [segment for segment in _BOUNDARY.split(text) if _WORD.search(segment)]

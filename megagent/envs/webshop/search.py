@@ -1,85 +1,174 @@
-"""Full-text search over the products in Lucene's order: BM25 over an inverted index of arrays."""
+"""Full-text search over the products in Lucene's order: BM25 over an inverted index of arrays.
+
+The score of a document is the sum, over the query's terms, of weight - weight / level, each in float32 as Lucene has
+it, added in float64 and rounded to float32; equal scores are in the order of the asin. Large catalogues are searched
+by MaxScore (Turtle and Flood, 1995): once the documents of the rarer terms are scored, the terms left over may not
+suffice to bring in a new one, and are only looked up for the documents that can still be among the best.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megagent.envs.webshop.analysis import terms
-from megagent.envs.webshop.catalog import Product
+from megagent.envs.webshop.product import Product
+from megagent.envs.webshop.search_build import IndexBuilder, encoded, term_hash
 
-K1 = 0.9  # Pyserini's defaults
-B = 0.4
 MOST_RESULTS = 50
+MOST_TERMS = 1024  # distinct terms of a query; Lucene refuses more, here the later ones are ignored
+_SMALL = 1 << 15  # documents; below, scoring every holder of a term costs less than to choose
+_GROUPS = 1024
+# Bounds are kept in float32, and ties of rounded scores count: what is this close to the bar is scored exactly.
+_SLACK = 2.0**-22
+_ABOVE_ZERO = float(np.finfo(np.float32).tiny)
 
 
-def document(product: Product) -> str:
-    """What the index knows of a product: title, description, the first bullet and the options."""
-    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
-    bullet = product.bullets[0] if product.bullets else ""
-    return " ".join((product.title, product.description, bullet, options)).lower()
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A term of a query that some document holds."""
 
-
-def coded_length(length: int) -> int:
-    """A document's length in terms, as one byte of Lucene keeps it: exact below 40, then four significant bits.
-
-    Source: Lucene's SmallFloat.intToByte4 and byte4ToInt.
-    """
-    exact = 24  # values below it are themselves; above, 24 plus a float of three mantissa bits
-    if length < exact:
-        return length
-    rest = length - exact
-    shift = max(rest.bit_length() - 4, 0)
-    return exact + (rest >> shift << shift)
+    weight: np.float32  # repetitions * idf
+    documents: NDArray[np.int32]  # [holders] ascending
+    codes: NDArray[Any]  # [holders]
+    bound: float  # the most that it adds to a score
 
 
 class SearchIndex:
-    """An inverted index: for each term the documents that hold it and its weight there without the idf.
+    """Searches the arrays of `IndexBuilder.finish`, in memory or memory-mapped. Not to be shared by threads."""
 
-    A term's documents are `documents[starts[t]:starts[t + 1]]`, ascending by asin.
-    """
+    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        # Plain views: slices of np.memmap objects cost ten times as much.
+        self._positions = np.asarray(arrays["search/positions"])
+        self._hashes = np.asarray(arrays["search/hashes"])
+        self._ends = np.asarray(arrays["search/ends"])
+        self._text = np.asarray(arrays["search/text"])
+        self._starts = np.asarray(arrays["search/starts"])
+        self._holders = np.asarray(arrays["search/holders"])
+        self._best = np.asarray(arrays["search/best"])
+        self._documents = np.asarray(arrays["search/documents"])
+        self._codes = np.asarray(arrays["search/codes"])
+        self._levels = np.asarray(arrays["search/levels"])
+        self._sums: NDArray[np.float32] | None = None  # [documents], all zero between two searches
 
-    def __init__(self, products: Sequence[Product]) -> None:
-        # Numbering by asin makes a stable sort by score break ties by asin, as Lucene does here.
-        order = sorted(range(len(products)), key=lambda position: products[position].asin)
-        counts = [Counter(terms(document(products[position]))) for position in order]
-        lengths = [count.total() for count in counts]
-        mean_length = sum(lengths) / max(len(lengths), 1)
-        postings: dict[str, tuple[list[int], list[float]]] = {}
-        for number, count in enumerate(counts):
-            norm = K1 * ((1 - B) + B * coded_length(lengths[number]) / max(mean_length, 1e-9))
-            for term, frequency in count.items():
-                documents, saturations = postings.setdefault(term, ([], []))
-                documents.append(number)
-                saturations.append(1.0 - 1.0 / (1.0 + frequency / norm))
-        self._positions: NDArray[np.int64] = np.array(order, dtype=np.int64)
-        self._terms = {term: number for number, term in enumerate(postings)}
-        sizes = [len(documents) for documents, _ in postings.values()]
-        self._starts: NDArray[np.int64] = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-        self._documents = np.array([d for documents, _ in postings.values() for d in documents], dtype=np.int32)
-        self._saturations = np.array([s for _, weights in postings.values() for s in weights], dtype=np.float64)
+    @classmethod
+    def of(cls, products: Iterable[Product]) -> SearchIndex:
+        """An index of `products` in memory."""
+        builder = IndexBuilder()
+        for product in products:
+            builder.add(product)
+        return cls(builder.finish())
 
     def search(self, query: str, most: int = MOST_RESULTS) -> list[int]:
         """Positions of the best matching products, best first, equal scores by asin; at most `most`.
 
-        Only products that hold a term of the query are returned. Repeating a term multiplies its weight.
+        Only products that hold a term of the query are returned. Repeating a term multiplies its weight; distinct terms
+        beyond the first 1,024 are ignored.
         """
-        scores = np.zeros(len(self._positions))
-        matched = False
-        for term, repetitions in Counter(terms(query)).items():
-            number = self._terms.get(term)
-            if number is None:
-                continue
-            matched = True
-            begin, end = self._starts[number], self._starts[number + 1]
-            holders = end - begin
-            idf = np.log(1 + (len(self._positions) - holders + 0.5) / (holders + 0.5))
-            scores[self._documents[begin:end]] += repetitions * idf * self._saturations[begin:end]
-        if not matched:
+        asked = self._asked(query)
+        if not asked or most < 1:
             return []
-        found = np.flatnonzero(scores)
-        best = found[np.argsort(-scores[found], kind="stable")[:most]]
-        return [int(position) for position in self._positions[best]]
+        small = len(self._positions) <= _SMALL
+        found, scores = self._score_all(asked) if small else self._score_best(asked, most)
+        best = found[np.argsort(-scores, kind="stable")[:most]]
+        return self._positions[best].tolist()
+
+    def _asked(self, query: str) -> list[_Asked]:
+        """The terms of `query` that are in the index, in the order of the query."""
+        counts = Counter(terms(query))
+        texts = [encoded(term) for term in islice(counts, MOST_TERMS)]
+        hashes = np.array([term_hash(text) for text in texts], dtype=np.uint64)
+        numbers = np.searchsorted(self._hashes, hashes).tolist()
+        total = len(self._positions)
+        asked = []
+        for text, wanted, number, repetitions in zip(texts, hashes, numbers, counts.values(), strict=False):
+            while number < len(self._hashes) and self._hashes[number] == wanted:
+                begin = self._ends[number - 1] if number else 0
+                if self._text[begin : self._ends[number]].tobytes() == text:
+                    start, holders = int(self._starts[number]), int(self._holders[number])
+                    idf = np.float32(np.log(1 + (total - holders + 0.5) / (holders + 0.5)))
+                    weight = np.float32(repetitions) * idf
+                    own = slice(start, start + holders)
+                    bound = float(weight - weight / self._levels[self._best[number]])
+                    asked.append(_Asked(weight, self._documents[own], self._codes[own], bound))
+                    break
+                number += 1
+        return asked
+
+    def _points(self, asked: _Asked, codes: NDArray[Any]) -> NDArray[np.float32]:
+        """[codes] what a term adds to the scores of documents with `codes`."""
+        if len(codes) < len(self._levels):
+            return asked.weight - asked.weight / self._levels[codes]
+        return (asked.weight - asked.weight / self._levels)[codes]
+
+    def _score_all(self, asked: Sequence[_Asked]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+        """Every document that holds a term, ascending, and its score."""
+        sums = np.zeros(len(self._positions))
+        for term in asked:
+            sums[term.documents] += self._points(term, term.codes)
+        found = np.flatnonzero(sums)
+        return found, sums[found].astype(np.float32)
+
+    def _score_best(self, asked: Sequence[_Asked], most: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The documents that may be among the best `most`, ascending, and their scores."""
+        found = self._candidates(asked, most)
+        sums = np.zeros(len(found))
+        for term in asked:
+            places, hits = _lookup(term.documents, found)
+            sums[hits] += self._points(term, term.codes[places])
+        return found, sums.astype(np.float32)
+
+    def _candidates(self, asked: Sequence[_Asked], most: int) -> NDArray[np.int32]:
+        """Documents, ascending, that hold at least the best `most` by score."""
+        if self._sums is None:
+            self._sums = np.zeros(len(self._positions), dtype=np.float32)
+        sums = self._sums
+        order = sorted(asked, key=lambda term: -term.bound)
+        slack = 1 - _SLACK * (len(order) + 2)
+        behind, ahead = 0.0, sum(term.bound for term in order)
+        bar = 0.0  # at least `most` documents have this sum already
+        scanned = 0
+        for term in order:
+            if ahead < bar * slack:
+                break
+            sums[term.documents] += self._points(term, term.codes)
+            scanned += 1
+            behind += term.bound
+            ahead -= term.bound
+            if ahead < behind * slack:
+                bar = max(bar, _bar(sums[term.documents], most))
+        found = np.flatnonzero(sums >= max(bar * slack - ahead, _ABOVE_ZERO)).astype(np.int32)
+        own = sums[found]
+        sums.fill(0)
+        for term in order[scanned:]:
+            places, hits = _lookup(term.documents, found)
+            own[hits] += self._points(term, term.codes[places])
+            ahead -= term.bound
+            bar = max(bar, _bar(own, most))
+            kept = own >= bar * slack - ahead
+            found, own = found[kept], own[kept]
+        return found
+
+
+def _bar(sums: NDArray[np.float32], most: int) -> float:
+    """A sum that at least `most` of `sums` reach, near the highest such; 0 if there are too few."""
+    if len(sums) < most:
+        return 0.0
+    if len(sums) >= 8 * _GROUPS and most <= _GROUPS // 8:
+        # The best of each group are sums of different documents; to find them needs no sorting.
+        sums = sums[: len(sums) // _GROUPS * _GROUPS].reshape(-1, _GROUPS).max(axis=0)
+    return float(np.partition(sums, len(sums) - most)[len(sums) - most])
+
+
+def _lookup(documents: NDArray[np.int32], wanted: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Where in `documents` the `wanted` ones are, and which of the wanted these are. Both ascending."""
+    places = np.searchsorted(documents, wanted)
+    places[places == len(documents)] = 0
+    hits = np.flatnonzero(documents[places] == wanted)
+    return places[hits], hits
