@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from megagent import __version__
 from megagent.config import as_yaml
 from megagent.errors import ConfigError, MegagentError
+from megagent.shop import command
 
 OVERRIDES = "key=value, or group=choice for a file of configs/: experiment=webshop_tiny, trainer.lr=4e-4"
 # What training needs and `pip install megagent` alone does not bring.
@@ -22,6 +23,7 @@ EXAMPLES = """examples:
   megagent train experiment=webshop_gigpo_7b --dry-run       check it and see its batch table, without a GPU
   megagent train experiment=webshop_tiny trainer.lr=4e-4 --cfg
   megagent sft experiment=webshop_tiny sft.output=warm       make the tiny agent's warm start
+  megagent shop play                                         shop yourself, in the terminal
   megagent doctor                                            what is installed, and what runs here
 """
 
@@ -39,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse_options(overrides)
         if chosen.command == "doctor":
             return _doctor(overrides)
+        if chosen.command == "shop":
+            return _shop(chosen, overrides)
         return _run(chosen, overrides)
     except MegagentError as error:
         print(error, file=sys.stderr)
@@ -95,6 +99,13 @@ def _doctor(overrides: Sequence[str]) -> int:
     return 0
 
 
+def _shop(chosen: argparse.Namespace, rest: Sequence[str]) -> int:
+    if rest:
+        raise ConfigError([f"{text}: megagent shop takes no overrides; see --help" for text in rest], "command line")
+    signal.signal(signal.SIGTERM, _terminated)
+    return command.run(chosen)
+
+
 def _refuse_options(overrides: Sequence[str]) -> None:
     """An override written as an option (--trainer.lr=1) gets the same kind of answer as any other slip."""
     problems = [
@@ -120,14 +131,15 @@ def _parser() -> argparse.ArgumentParser:
         ("train", "train an agent: rollout, advantages, update, weight sync, validation"),
         ("sft", "warm-start a model on scripted episodes, and write it as a Hugging Face folder"),
     ):
-        command = commands.add_parser(
+        trains = commands.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
         )
-        command.add_argument("overrides", nargs="*", metavar="override", help=OVERRIDES)
-        command.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
-        command.add_argument(
+        trains.add_argument("overrides", nargs="*", metavar="override", help=OVERRIDES)
+        trains.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
+        trains.add_argument(
             "--dry-run", action="store_true", help="check the configuration, print its layout and batch table, and stop"
         )
+    command.add_parser(commands)
     summary = "show versions, the platform and kernels in use, memory and cores"
     commands.add_parser("doctor", help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False)
     return parser

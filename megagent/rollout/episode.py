@@ -32,9 +32,11 @@ class Episode:
     task: Task
     traj_uid: str
     steps: list[Step] = field(default_factory=list)
+    instruction: str = ""  # the task in words
     won: bool = False
     score: float = 0.0  # the environment's own score, 0 to 1
     finished: bool = False
+    lost: int = 0  # times that it was begun and lost with its process before this one
 
     @property
     def reward(self) -> float:
