@@ -9,6 +9,7 @@ A tagger's own table (title_nouns.json beside the products) takes precedence.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _WORDS = re.compile(r"[^\W\d_][\w.]*")
 
@@ -26,3 +27,13 @@ def title_nouns(title: str) -> tuple[str, ...]:
     """The words of `title` that pass for nouns, lower case, in order, repetitions kept."""
     words = (match.group().lower().rstrip(".") for match in _WORDS.finditer(title))
     return tuple(word for word in words if len(word) > 1 and word not in _NO_NOUNS)
+
+
+class RuleTagger:
+    """`title_nouns` in the place of a tagger."""
+
+    name = "rules"
+
+    def nouns(self, titles: Sequence[str]) -> list[tuple[str, ...]]:
+        """[titles] the nouns of each title, lower case, in order, repetitions kept."""
+        return [title_nouns(title) for title in titles]
