@@ -34,3 +34,7 @@ class BatchError(MegagentError):
 
 class InfrastructureError(MegagentError):
     """A process, engine or environment failed or missed its deadline. Never to be read as a reward of zero."""
+
+
+class EpisodeLost(InfrastructureError):
+    """The process that played an episode died or went silent. The episode can be played again."""

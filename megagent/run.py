@@ -19,7 +19,7 @@ from megagent.cluster.placement import Placement
 from megagent.cluster.ranks import RankGroup
 from megagent.cluster.session import ray_session
 from megagent.config import Config
-from megagent.envs.base import World, build_world
+from megagent.envs.base import Split, World, build_world
 from megagent.model_source import load_tokenizer
 from megagent.observe.recorder import Recorder
 from megagent.observe.run_folder import RunFolder
@@ -31,6 +31,7 @@ from megagent.rollout.metrics import rollout_metrics, sampler_metrics, validatio
 from megagent.rollout.prompts import PromptBuilder
 
 VALIDATION_SEED = 1_000_003  # the same draws at every validation, whatever the iteration and trainer.seed
+FIRST_PROMPTS = 1000  # tasks of a panel whose first prompts are looked at before anything starts
 
 
 @dataclass
@@ -135,7 +136,8 @@ class Run:
     def validate(self, iteration: int) -> None:
         """One episode of each of the first trainer.val_tasks held-out tasks; again greedily if trainer.val_greedy."""
         trainer = self.config.trainer
-        tasks = self.world.tasks("validation")[: trainer.val_tasks]
+        panel = self.world.tasks("validation")
+        tasks = [panel[index] for index in range(min(trainer.val_tasks, len(panel)))]
         temperatures = [trainer.val_temperature] + ([0.0] if trainer.val_greedy else [])
         metrics: dict[str, float] = {}
         for temperature in dict.fromkeys(temperatures):
@@ -182,6 +184,7 @@ def open_run(config: Config) -> Iterator[Run]:
             engines = EngineGroup(config, placement)
             stack.callback(engines.close)
             environments = EnvironmentGroup(config.env)
+            stack.callback(environments.close)
             ranks.wait_until_started()
             engines.wait_until_started()
         bridge = FileBridge(config.rollout.sync_dir)
@@ -201,8 +204,11 @@ def open_run(config: Config) -> Iterator[Run]:
 
 
 def _check_first_prompts(world: World, prompts: PromptBuilder) -> None:
-    """Raises MegagentError if the wordiest tasks do not even fit into the first prompt of their episodes."""
+    """Raises MegagentError if the wordiest of many tasks does not even fit into the first prompt of its episodes."""
     environment = world.make()
-    for panel in ("train", "validation"):
-        first = [environment.reset(task) for task in world.tasks(panel)]
+    panels: tuple[Split, ...] = ("train", "validation")
+    for panel in panels:
+        tasks = world.tasks(panel)
+        some = range(0, len(tasks), -(-len(tasks) // FIRST_PROMPTS))
+        first = [environment.reset(tasks[index]) for index in some]
         prompts.build(max(first, key=lambda observation: len(observation.task)), History(0))

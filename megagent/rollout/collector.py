@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megagent.config import Config
 from megagent.envs.base import Observation, StepResult, Task
+from megagent.errors import EpisodeLost, InfrastructureError
 from megagent.rollout.engine import Generation, Sampling
 from megagent.rollout.episode import Episode, Step
 from megagent.rollout.memory import History
@@ -56,6 +57,7 @@ class Collector:
         """Play `episodes_per_task` episodes of every task, those of a task after each other in the result.
 
         seed: decides every sampled token, given the weights. progress: called with 1 as each episode ends.
+        An episode whose environment process is lost is played again, env.retries times at most (Episode.lost counts).
         Raises what an environment or engine raised first; the other episodes are dropped then, not scored.
         """
         played: Counter[str] = Counter()  # a small panel may give a task twice: its episodes are numbered on
@@ -72,7 +74,7 @@ class Collector:
         try:
             async with asyncio.TaskGroup() as group:
                 running = [
-                    group.create_task(self._play(slot, Episode(task, f"{task.uid}/{seed}/{number}"), temperature, seed))
+                    group.create_task(self._play(slot, task, f"{task.uid}/{seed}/{number}", temperature))
                     for slot, (task, number) in enumerate(plan)
                 ]
                 for episode in running:
@@ -82,7 +84,20 @@ class Collector:
             raise failures.exceptions[0] from None
         return [episode.result() for episode in running]
 
-    async def _play(self, slot: int, episode: Episode, temperature: float, seed: int) -> Episode:
+    async def _play(self, slot: int, task: Task, traj_uid: str, temperature: float) -> Episode:
+        """One episode; again from its start, with the same draws, if the process that hosts it is lost."""
+        retries = self.config.env.retries
+        for lost in range(retries + 1):
+            try:
+                return await self._attempt(slot, Episode(task, traj_uid, lost=lost), temperature)
+            except EpisodeLost as error:
+                reason = error
+        raise InfrastructureError(
+            f"task {task.uid}: its episode was lost {retries + 1} times and env.retries={retries}; the last time: "
+            f"{reason} The iteration ends here; look at the memory of the node and at the Ray logs of that process."
+        ) from reason
+
+    async def _attempt(self, slot: int, episode: Episode, temperature: float) -> Episode:
         observation = await self.environments.reset(slot, episode.task)
         history = History(self.config.env.history_length)
         for index in range(self.config.env.max_steps):

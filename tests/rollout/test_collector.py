@@ -9,7 +9,7 @@ import torch
 
 from megagent.config import Config
 from megagent.envs.base import Observation, StepResult, Task
-from megagent.errors import InfrastructureError
+from megagent.errors import EpisodeLost, InfrastructureError
 from megagent.rollout.collector import Collector
 from megagent.rollout.engine import Generation, Sampling
 from megagent.rollout.episode import step_rows
@@ -44,9 +44,11 @@ class Script:
 class Counters:
     """Environments whose episode in slot k ends after k + 1 steps; an odd slot wins."""
 
-    def __init__(self, fails_in_slot: int | None = None) -> None:
+    def __init__(self, fails_in_slot: int | None = None, losses: int = 0) -> None:
+        """losses: times that the episode in slot 2 is lost at its second step."""
         self.steps: dict[int, int] = {}
         self.fails_in_slot = fails_in_slot
+        self.losses = losses
 
     def observe(self, slot: int) -> Observation:
         return Observation(task="count", page=f"page {self.steps[slot]}", admissible=("click[next]",))
@@ -58,6 +60,9 @@ class Counters:
     async def step(self, slot: int, action: str) -> StepResult:
         if slot == self.fails_in_slot:
             raise InfrastructureError("env.name=counters: step of task t1 raised ValueError: broken.")
+        if slot == 2 and self.steps[slot] == 1 and self.losses:
+            self.losses -= 1
+            raise EpisodeLost("play: the process of environment worker 0 died (killed).")
         self.steps[slot] += 1
         done = self.steps[slot] == slot + 1
         won = done and slot % 2 == 1
@@ -117,6 +122,22 @@ def test_an_environment_that_raises_ends_the_rollout_and_scores_nothing() -> Non
     play, _ = collector(GOOD, Counters(fails_in_slot=1))
     with pytest.raises(InfrastructureError, match="raised ValueError: broken"):
         play.collect(TASKS, episodes_per_task=1, temperature=1.0, seed=0)
+
+
+def test_a_lost_episode_is_played_again_and_yields_what_it_would_have() -> None:
+    unbroken, engine = collector(GOOD, Counters())
+    expected = unbroken.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0)
+    play, repeated = collector(GOOD, Counters(losses=2))
+    episodes = play.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0)
+    assert [episode.steps for episode in episodes] == [episode.steps for episode in expected]
+    assert [episode.lost for episode in episodes] == [0, 0, 2, 0]
+    assert {sampling.seed for sampling in repeated.samplings} == {sampling.seed for sampling in engine.samplings}
+
+
+def test_an_episode_lost_too_often_ends_the_rollout_with_one_sentence() -> None:
+    play, _ = collector(GOOD, Counters(losses=3))
+    with pytest.raises(InfrastructureError, match=r"task t1: .* lost 3 times and env.retries=2; .* worker 0 died"):
+        play.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0)
 
 
 def test_progress_counts_every_episode_once() -> None:
