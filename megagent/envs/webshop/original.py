@@ -190,43 +190,53 @@ class SeededTasks(Sequence[Task]):
         return listed.task(self._places[index], self._split)
 
 
-class WorkerDraws:
+class OriginalPanels:
     """verl-agent's choice of tasks: one place of the list for each group of workers, which each have their own list."""
 
-    def __init__(self, owner: OriginalGoals) -> None:
-        self._owner = owner
+    def __init__(self, catalog: Catalog, human: bool) -> None:
+        self.goals = OriginalGoals(catalog, human)
         self._streams: dict[tuple[Split, int, int], tuple[int, np.random.RandomState]] = {}
+
+    def tasks(self, split: Split) -> SeededTasks:
+        """The places of a panel in the list of the first worker of a run with seed 0."""
+        return SeededTasks(self.goals, HELD_OUT_SEED if is_held_out(split) else 0, self._places(split), split)
 
     def draw(self, split: Split, count: int, seed: int, iteration: int) -> list[Task]:
         """The tasks of the `iteration`-th reset (from 1) of `count` groups in a run with `seed`; group i has seed + i.
 
         Raises CatalogError if the panel holds fewer than `count` goals.
         """
-        first = seed + HELD_OUT_SEED if is_held_out(split) else seed
-        places = self.places(split)
+        places = self._places(split)
         if count > len(places):
             raise CatalogError(
                 f"env.compat=verl_agent: {count} tasks at once cannot be drawn from the {len(places)} of the {split} "
                 "panel; draw fewer tasks an iteration, or use a larger catalogue"
             )
-        stream = (split, count, first)
-        done, rng = self._streams.pop(stream, (0, None))
-        if rng is None or done >= iteration:
+        first = seed + HELD_OUT_SEED if is_held_out(split) else seed
+        # One stream for the whole run: an iteration's draw comes after those of all earlier ones.
+        done, rng = self._streams.pop((split, count, first), (iteration, np.random.RandomState(first)))
+        if done >= iteration:
             done, rng = 0, np.random.RandomState(first)
         for _ in range(done, iteration):
             chosen = rng.choice(len(places), size=count, replace=False)
-        self._streams[stream] = (iteration, rng)
+        self._streams[split, count, first] = (iteration, rng)
         return [
-            self._owner.of_seed(first + group).task(places[place], split) for group, place in enumerate(chosen.tolist())
+            self.goals.of_seed(first + group).task(places[place], split) for group, place in enumerate(chosen.tolist())
         ]
 
-    def tasks(self, split: Split) -> SeededTasks:
-        """The places of a panel in the list of the first worker of a run with seed 0."""
-        return SeededTasks(self._owner, HELD_OUT_SEED if is_held_out(split) else 0, self.places(split), split)
+    def find(self, task: Task) -> Goal | None:
+        return self.goals.find(task)
 
-    def places(self, split: Split) -> range:
+    def random_goal(self, task: Task, rng: random.Random) -> Goal:
+        match = _UID.fullmatch(task.uid)
+        return self.goals.random_goal(int(match[1]) if match else 0, rng)
+
+    def prices(self, seed: int) -> Prices:
+        return self.goals.prices(seed)
+
+    def _places(self, split: Split) -> range:
         """Which places of a list belong to a panel: training takes what is not held out, and so does the warm-up."""
-        total = len(self._owner)
+        total = len(self.goals)
         return range(min(HELD_OUT, total)) if is_held_out(split) else range(min(HELD_OUT, total), total)
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megagent.envs.base import Task
+from megagent.envs.base import Split, Task, draw_tasks
 from megagent.envs.webshop import goals
-from megagent.envs.webshop.deal import as_bound
+from megagent.envs.webshop.deal import Prices, as_bound
 from megagent.envs.webshop.goals import Goal, Options
 from megagent.envs.webshop.panels import Place
 from megagent.envs.webshop.product import Product
+from megagent.errors import MegagentError
 
 if TYPE_CHECKING:
     from megagent.envs.webshop.catalog import Catalog
@@ -44,8 +46,10 @@ class GoalBook(Protocol):
 class SyntheticGoals:
     """Each product with an instruction, under every choice of its options."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, wording: Callable[[Product, Options], Goal] | None = None) -> None:
+        """wording: makes a goal of product and options, with a price bound; without it, as the original does."""
         self._catalog = catalog
+        self._wording = wording
         self._bounds = catalog.arrays["goals/synthetic_bound"]
         self.counts: NDArray[np.integer] = catalog.arrays["goals/synthetic"]
 
@@ -54,7 +58,9 @@ class SyntheticGoals:
         return self.worded(product, goals.choice(goals.distinct_values(product.options), number), position)
 
     def worded(self, product: Product, options: Options, position: int) -> Goal:
-        """The goal to buy `product` with `options`."""
+        """The goal to buy the `product` at a position with `options`."""
+        if self._wording:
+            return self._wording(product, options)
         return goals.synthetic_goal(product, options, as_bound(int(self._bounds[position])))
 
     def key(self, goal: Goal) -> str:
@@ -132,6 +138,16 @@ class PanelTasks(Sequence[Task]):
         return Task(uid_of(key), self._split, key)
 
 
+def requests_of(book: SyntheticGoals) -> dict[str, list[Place]]:
+    """The goals of a small book by what they ask for and in which words, price bound aside."""
+    requests: dict[str, list[Place]] = {}
+    for position, count in enumerate(book.counts.tolist()):
+        for number in range(count):
+            goal = book.goal(position, number)
+            requests.setdefault(f"{goal.product.instruction} {goal.options}", []).append((position, number))
+    return requests
+
+
 def uid_of(key: str) -> str:
     """The uid of a task: the same in every process and every run."""
     return f"webshop-{goals.hash_of(key)[:16]}"
@@ -155,3 +171,28 @@ def asked_options(product: Product, asked: Sequence[Any]) -> Options | None:
         if not isinstance(pair, list) or len(pair) != 2 or pair[0] != name or pair[1] not in product.options[name]:
             return None
     return tuple((name, value) for name, value in asked)
+
+
+class Panels:
+    """The honest panels over one book: disjoint, fixed, the same for everybody."""
+
+    def __init__(self, book: GoalBook, places: Mapping[str, Sequence[Place]], prices: Prices) -> None:
+        self._book = book
+        self._panels = {split: PanelTasks(book, split, panel) for split, panel in places.items()}
+        self._prices = prices
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._panels[split]
+
+    def draw(self, split: Split, count: int, seed: int, iteration: int) -> list[Task]:
+        return draw_tasks(self.tasks(split), count, seed, iteration)
+
+    def find(self, task: Task) -> Goal | None:
+        """What a task asks for; None if there is no such goal."""
+        return self._book.find(task.key) if task.uid == uid_of(task.key) else None
+
+    def random_goal(self, task: Task, rng: random.Random) -> Goal:
+        raise MegagentError("a goal at random is drawn only under env.compat=verl_agent")
+
+    def prices(self, seed: int) -> Prices:
+        return self._prices

@@ -1,84 +1,164 @@
-"""WebShop as an environment: the shared world, and one shopper's visit."""
+"""WebShop as an environment: the world that all visits of a process share."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Protocol
 
-from megagent.envs.base import Split, Task, draw_tasks
-from megagent.envs.webshop import catalog, embedded, goals
+from megagent.envs.base import SPLITS, Split, Task
+from megagent.envs.webshop import embedded
+from megagent.envs.webshop.catalog import Catalog
 from megagent.envs.webshop.config import EMBEDDED, WebShopConfig
+from megagent.envs.webshop.deal import Prices
 from megagent.envs.webshop.environment import WebShopEnvironment
-from megagent.envs.webshop.goals import Goal
-from megagent.envs.webshop.rules import HONEST, Rules
-from megagent.envs.webshop.search import MOST_RESULTS, SearchIndex
+from megagent.envs.webshop.goals import Goal, hash_of
+from megagent.envs.webshop.original import OriginalPanels
+from megagent.envs.webshop.panels import split_by_product, split_by_request
+from megagent.envs.webshop.rules import rules_of
+from megagent.envs.webshop.search import SearchIndex
 from megagent.envs.webshop.session import Shop
+from megagent.envs.webshop.tasks import HumanGoals, Panels, SyntheticGoals, requests_of
 from megagent.errors import CatalogError, MegagentError
 
-_GOAL_SEED = 0  # of hidden prices and price bounds; fixed, so that a task means the same in every run
+_WITNESSES = 16  # tasks of each panel whose wording the digest covers
+_CACHED_GOALS = 1024
+
+
+class TaskSource(Protocol):
+    """Who decides what is asked for: the honest panels, or verl-agent's lists."""
+
+    def tasks(self, split: Split) -> Sequence[Task]: ...
+
+    def draw(self, split: Split, count: int, seed: int, iteration: int) -> list[Task]: ...
+
+    def find(self, task: Task) -> Goal | None:
+        """What a task asks for; None if there is no such goal."""
+        ...
+
+    def random_goal(self, task: Task, rng: random.Random) -> Goal:
+        """The goal of a visit that begins behind the back of the one with `task`."""
+        ...
+
+    def prices(self, seed: int) -> Prices:
+        """What each product costs someone whose goal has this price_seed."""
+        ...
 
 
 class WebShopWorld:
-    """Catalogue, index and goals of one shop. Not changed after it is built, so any number of visits share it."""
+    """Catalogue, index and goals of one shop. Not changed after it is built, so any number of visits share it.
 
-    def __init__(self, shop: Shop, panels: Mapping[str, Sequence[Goal]], success_reward: float, source: str) -> None:
-        self.shop = shop
-        self.success_reward = success_reward
-        self.digest = goals.panels_digest(panels)
-        self._source = source
-        self._panels = {split: tuple(Task(g.uid, split, g.key) for g in panel) for split, panel in panels.items()}
-        self._goals = {goal.uid: goal for panel in panels.values() for goal in panel}
+    Goals are decoded when they are asked for, so that a world over millions opens at once.
+    """
+
+    def __init__(self, config: WebShopConfig, catalog: Catalog) -> None:
+        """Raises CatalogError if the catalogue holds no goals of the kind that env.goals names."""
+        self.catalog = catalog
+        self.success_reward = config.success_reward
+        self._source = _task_source(config, catalog)
+        self._named = f"env.catalog={config.catalog}"
+        self.goal = lru_cache(_CACHED_GOALS)(self._goal)
+        most = config.max_results
+        if config.catalog == EMBEDDED:
+            most = min(most, embedded.RESULT_PAGES * config.page_size)
+        self.shop = Shop(
+            catalog,
+            SearchIndex(catalog.arrays),
+            self._source.prices,
+            config.page_size,
+            most,
+            rules_of(config.compat),
+            rich=config.observation == "text_rich",
+        )
+        if not any(self._source.tasks(split) for split in SPLITS):
+            human = "; items_human_ins.json belongs to them" if config.goals == "human" else ""
+            raise CatalogError(
+                f"{self._named}: no goals can be made of its products for env.goals={config.goals}{human}"
+            )
+        self.digest = self._digest(config)
+
+    def _digest(self, config: WebShopConfig) -> str:
+        """A hash of what decides the tasks and their rewards. Cheap for any number of tasks.
+
+        That is the products, the rules, how many tasks each panel has and, as witnesses of order and wording, the first
+        of each panel.
+        """
+        facts = {
+            "products": self.catalog.digest,
+            "compat": config.compat,
+            "goals": config.goals,
+            "rules": asdict(self.shop.rules),
+            "panels": {
+                split: [
+                    len(self._source.tasks(split)),
+                    [[task.uid, self.goal(task).text] for task in self._source.tasks(split)[:_WITNESSES]],
+                ]
+                for split in SPLITS
+            },
+        }
+        return hash_of(json.dumps(facts, sort_keys=True))
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The tasks of one panel. Raises CatalogError if it is empty, MegagentError if there is no such panel."""
-        if split not in self._panels:
-            raise MegagentError(f"no panel {split!r}; use one of {', '.join(self._panels)}")
-        if not self._panels[split]:
+        """The tasks of one panel. Raises CatalogError if it is empty, MegagentError if there is no such panel.
+
+        Under env.compat=verl_agent these are the list of the first worker of a run with seed 0; the other workers have
+        lists of their own, see `draw`.
+        """
+        if split not in SPLITS:
+            raise MegagentError(f"no panel {split!r}; use one of {', '.join(SPLITS)}")
+        tasks = self._source.tasks(split)
+        if not tasks:
+            total = sum(len(self._source.tasks(other)) for other in SPLITS)
             raise CatalogError(
-                f"{self._source}: no goal falls in the {split} panel (products are dealt out by a hash of their asin, "
-                f"and all panels hold {len(self._goals)} goals together); use a larger catalogue"
+                f"{self._named}: no goal falls in the {split} panel, and all panels hold {total} goals together; "
+                "use a larger catalogue"
             )
-        return self._panels[split]
+        return tasks
 
     def draw(self, split: Split, count: int, seed: int, iteration: int) -> list[Task]:
-        return draw_tasks(self.tasks(split), count, seed, iteration)
+        """The tasks of iteration 1, 2, ...; under env.compat=verl_agent, those of that reset of its workers.
 
-    def goal(self, task: Task) -> Goal:
+        Raises as `tasks`, and CatalogError if verl-agent could not draw so many.
+        """
+        self.tasks(split)
+        return self._source.draw(split, count, seed, iteration)
+
+    def _goal(self, task: Task) -> Goal:
         """What a task asks for. Raises MegagentError if it is not of this world."""
-        if task.uid not in self._goals:
-            raise MegagentError(f"task {task.uid} ({task.key}) is not one of {self._source}; use the same env.catalog")
-        return self._goals[task.uid]
+        goal = self._source.find(task)
+        if goal is None:
+            raise MegagentError(
+                f"task {task.uid} ({task.key}) is not one of {self._named}; use the env.catalog, env.goals and "
+                "env.compat that it was drawn with"
+            )
+        return goal
 
     def random_goal(self, task: Task, rng: random.Random) -> Goal:
-        raise MegagentError("only env.compat=verl_agent begins another visit after a purchase")
+        """The goal of the visit that begins by itself after a purchase, where the rules have that."""
+        return self._source.random_goal(task, rng)
 
     def make(self) -> WebShopEnvironment:
         return WebShopEnvironment(self)
 
 
 def build_webshop(config: WebShopConfig) -> WebShopWorld:
-    """The shop that `env.catalog` names: `embedded`, or a folder in the original's schema.
+    """The shop that `env.catalog` names: `embedded`, a folder in the original's schema, or a file built from one.
 
-    Raises CatalogError with all faults of the folder's files.
+    Raises CatalogError if there is none, with all faults of a folder's files, or if no goals can be made of it.
     """
-    if config.catalog == EMBEDDED:
-        products = embedded.products()
-        panels = goals.split_by_request(embedded.goals(products), embedded.HELD_OUT)
-        most = embedded.RESULT_PAGES * config.page_size
-    else:
-        products = catalog.build_products(catalog.read_folder(config.catalog))
-        most = MOST_RESULTS
-    rng = random.Random(_GOAL_SEED)
-    prices = catalog.sampled_prices(products, rng.uniform)
-    if config.catalog != EMBEDDED:
-        panels = goals.split_by_product(goals.synthetic_goals(products, prices, rng))
-    shop = make_shop(products, prices, config.page_size, most, HONEST)
-    return WebShopWorld(shop, panels, config.success_reward, f"env.catalog={config.catalog}")
+    return WebShopWorld(config, Catalog.load(config.catalog))
 
 
-def make_shop(
-    products: Sequence[catalog.Product], prices: Mapping[str, float], page_size: int, most_results: int, rules: Rules
-) -> Shop:
-    """A shop over `products` with its search index built."""
-    by_position = [prices[product.asin] for product in products]
-    return Shop(products, SearchIndex.of(products), lambda price_seed: by_position, page_size, most_results, rules)
+def _task_source(config: WebShopConfig, catalog: Catalog) -> TaskSource:
+    human = config.goals == "human"
+    if config.compat == "verl_agent":
+        return OriginalPanels(catalog, human)
+    prices = Prices(catalog.arrays)
+    if config.catalog == EMBEDDED and not human:
+        book = SyntheticGoals(catalog, embedded.goal)
+        return Panels(book, split_by_request(requests_of(book), embedded.HELD_OUT), prices)
+    goals = HumanGoals(catalog) if human else SyntheticGoals(catalog)
+    return Panels(goals, split_by_product(catalog.arrays["goals/panel"], goals.counts), prices)

@@ -5,7 +5,6 @@ import sys
 from itertools import combinations
 
 from megagent.envs.base import SPLITS
-from megagent.envs.webshop import embedded
 from megagent.envs.webshop.config import WebShopConfig
 from megagent.envs.webshop.shopper import PERFECT, demonstrations
 from megagent.envs.webshop.world import build_webshop
@@ -28,8 +27,8 @@ def test_another_process_with_another_hash_seed_builds_the_same_tasks(world):
     assert shown.split() == [world.digest, world.tasks("train")[0].uid]
 
 
-def test_the_catalogue_has_the_shape_of_the_recipe():
-    products = embedded.products()
+def test_the_catalogue_has_the_shape_of_the_recipe(world):
+    products = list(world.catalog)
     assert len(products) == 60
     assert len({product.query for product in products}) == 4
     for product in products:
@@ -38,8 +37,8 @@ def test_the_catalogue_has_the_shape_of_the_recipe():
         assert 5 <= product.prices[0] <= 95
 
 
-def test_price_bounds_are_tight_and_three_in_ten_are_looser():
-    goals = embedded.goals(embedded.products())
+def test_price_bounds_are_tight_and_three_in_ten_are_looser(world):
+    goals = [world.goal(task) for split in SPLITS for task in world.tasks(split)]
     slack = [goal.price_upper - goal.product.prices[0] for goal in goals]
     assert all(0 < value <= 20 for value in slack)
     looser = sum(goal.price_upper - goal.product.prices[0] // 10 * 10 > 10 for goal in goals)

@@ -9,8 +9,9 @@ from megagent.envs.webshop.catalog import Records, build_products
 from megagent.envs.webshop.config import WebShopConfig
 from megagent.envs.webshop.goals import Goal
 from megagent.envs.webshop.rules import HONEST, ORIGINAL
-from megagent.envs.webshop.session import Session
-from megagent.envs.webshop.world import build_webshop, make_shop
+from megagent.envs.webshop.search import SearchIndex
+from megagent.envs.webshop.session import Session, Shop
+from megagent.envs.webshop.world import build_webshop
 from megagent.errors import MegagentError
 
 from .conftest import entry, item
@@ -21,7 +22,8 @@ OPTIONS = {"Size": [{"value": "S"}, {"value": "L"}], "Color": [{"value": "Red"},
 def visit(rules=HONEST, count=5, **fields) -> Session:
     items = [item(f"B{number}", **{"customization_options": OPTIONS, **fields}) for number in range(1, count + 1)]
     products = build_products(Records(items, {element["asin"]: entry() for element in items}))
-    shop = make_shop(products, {p.asin: p.prices[0] for p in products}, page_size=2, most_results=50, rules=rules)
+    prices = [product.prices[0] for product in products]
+    shop = Shop(products, SearchIndex.of(products), lambda seed: prices, page_size=2, most_results=50, rules=rules)
     return Session(shop, Goal(products[0], "find it", ("washable",), (("color", "red"), ("size", "s")), 20.0))
 
 
@@ -31,11 +33,18 @@ def acted(session: Session, *actions: str) -> Session:
     return session
 
 
-def test_the_search_page_offers_the_box_and_its_button():
+def test_the_search_page_offers_the_box():
     session = visit()
     assert session.has_search_box
-    assert session.clickables == ("search",)
+    assert session.clickables == ()
+    assert session.admissible() == ("search[<your query>]",)
     assert session.anchor() == "'Search'"
+
+
+def test_in_the_original_the_search_page_also_offers_a_button_that_does_nothing():
+    session = visit(ORIGINAL)
+    assert session.admissible() == ("search[<your query>]", "click[search]")
+    assert acted(session, "click[search]").page == "search"
 
 
 def test_results_show_a_page_of_products_with_their_price():
@@ -47,10 +56,19 @@ def test_results_show_a_page_of_products_with_their_price():
     ]  # fmt: skip
 
 
-def test_later_pages_go_back_and_beyond_the_last_one_they_are_empty():
+def test_pages_of_results_lead_to_each_other_and_end():
     session = acted(visit(), "search[shirt]", "click[next >]")
     assert session.clickables == ("back to search", "< prev", "next >", "b3", "b4")
-    assert acted(session, "click[next >]", "click[next >]").clickables == ("back to search", "< prev", "next >")
+    assert acted(session, "click[next >]").clickables == ("back to search", "< prev", "b5")
+    assert "Next >" not in session.segments()
+    assert acted(session, "click[next >]").results_page == 3
+    assert acted(session, "click[< prev]").clickables[-1] == "b4"
+
+
+def test_in_the_original_pages_of_results_never_end():
+    session = acted(visit(ORIGINAL), "search[shirt]", *["click[next >]"] * 3)
+    assert session.clickables == ("back to search", "< prev", "next >")
+    assert session.segments()[1] == "Page 4 (Total results: 5)"
     assert acted(session, "click[< prev]").clickables[-1] == "b5"
 
 
@@ -89,9 +107,12 @@ def test_sub_pages_keep_the_selection_and_offer_no_purchase():
     assert acted(session, "click[< prev]").chosen == {"color": "red"}
 
 
-@pytest.mark.parametrize("action", ["click[< prev]", "click[back to search]", "search[shirt]"])
-def test_leaving_an_item_clears_the_selection(action):
-    session = acted(visit(), "search[shirt]", "click[b1]", "click[red]", action)
+@pytest.mark.parametrize(
+    ("rules", "action"),
+    [(HONEST, "click[< prev]"), (HONEST, "click[back to search]"), (ORIGINAL, "search[shirt]")],
+)
+def test_leaving_an_item_clears_the_selection(rules, action):
+    session = acted(visit(rules), "search[shirt]", "click[b1]", "click[red]", action)
     assert session.chosen == {}
 
 
@@ -112,22 +133,64 @@ def test_what_is_no_action_of_the_page_changes_nothing(action):
     assert (session.anchor(), session.clickables, session.chosen) == before
 
 
-def test_an_action_is_read_from_its_start_and_in_any_case_of_its_argument():
-    session = acted(visit(), "search[SHIRT] now", "click[B1] please", "click[Red]")
+@pytest.mark.parametrize(
+    "action", ["search[shirt] now", "I search[shirt]", "search[shirt", "search[ ]", "Search[shirt]"]
+)
+def test_an_action_is_the_whole_text(action):
+    assert acted(visit(), action).page == "search"
+
+
+def test_the_case_of_an_argument_does_not_matter():
+    session = acted(visit(), "search[SHIRT]", "click[B1]", "click[Red]")
     assert session.chosen == {"color": "red"}
 
 
-def test_a_search_is_accepted_on_every_page():
-    assert acted(visit(), "search[shirt]", "click[b1]", "search[nothing at all]").segments()[1] == (
-        "Page 1 (Total results: 0)"
-    )
+def test_in_the_original_an_action_is_read_from_its_start():
+    session = acted(visit(ORIGINAL), "search[SHIRT] now", "click[B1] please", "click[Red]")
+    assert session.chosen == {"color": "red"}
+    assert acted(session, "I will search[shirt]").page == "item"
+
+
+def test_a_search_wants_a_search_box():
+    session = acted(visit(), "search[shirt]", "click[b1]")
+    before = session.anchor()
+    assert acted(session, "search[nothing at all]").anchor() == before
+    assert acted(session, "click[back to search]", "search[nothing at all]").segments() == [
+        "Back to Search", "Page 1 (Total results: 0)",
+    ]  # fmt: skip
+
+
+def test_in_the_original_a_search_is_accepted_on_every_page():
+    session = acted(visit(ORIGINAL), "search[shirt]", "click[b1]", "search[nothing at all]")
+    assert session.segments()[1] == "Page 1 (Total results: 0)"
 
 
 @pytest.mark.parametrize("query", ["<r>", "<a> washable", "<c> fashion", "<q> shirts"])
-def test_the_originals_magic_keywords_are_plain_text(query):
+def test_magic_keywords_are_plain_text(query):
     found = acted(visit(), f"search[{query}]").hits
     assert len(found) in (0, 5)
     assert found == acted(visit(), f"search[{query.replace('<', '').replace('>', '')}]").hits
+
+
+def test_in_the_original_a_keyword_lists_a_category_or_a_kind_of_products_whole():
+    session = visit(ORIGINAL, count=60, name="x", customization_options=None)
+    assert acted(session, "search[<c> fashion shoes]").segments()[1] == "Page 1 (Total results: 60)"
+    assert acted(session, "search[<c> beauty]").segments()[1] == "Page 1 (Total results: 0)"
+    assert acted(session, "search[<q> shirts]").segments()[1] == "Page 1 (Total results: 60)"
+    assert acted(session, "search[<q> shirt]").segments()[1] == "Page 1 (Total results: 0)"
+
+
+def test_in_the_original_a_keyword_lists_other_products_at_random_on_every_page():
+    session = acted(visit(ORIGINAL, count=60), "search[<r>]")
+    first = list(session.hits)
+    assert len(set(first)) == 50
+    assert list(acted(session, "click[next >]").hits) != first
+
+
+@pytest.mark.parametrize("query", ["<a> washable", "<c>", "<r>"])
+def test_what_crashes_the_original_is_a_query(query):
+    session = acted(visit(ORIGINAL), f"search[{query}]")
+    assert list(session.hits) == list(acted(visit(), f"search[{query}]").hits)
 
 
 def test_a_purchase_is_scored_and_ends_the_visit():
@@ -138,7 +201,7 @@ def test_a_purchase_is_scored_and_ends_the_visit():
     assert session.reward.score == pytest.approx(3 / 4)
     assert '[SEP] B2 [SEP] options [SEP] {"color": "red"} [SEP]' in session.anchor()
     page = session.anchor()
-    assert acted(session, "search[shirt]").anchor() == page
+    assert acted(session, "search[shirt]", "click[back to search]").anchor() == page
 
 
 SHARED = {"Trim": [{"value": "red"}, {"value": "Features"}], "Color": [{"value": "Red"}, {"value": "Blue"}]}
@@ -170,7 +233,7 @@ def test_an_environment_reports_reward_only_for_a_won_episode(world):
     task = world.tasks("train")[0]
     environment = world.make()
     observation = environment.reset(task)
-    assert observation.admissible == ("search[<your query>]", "click[search]")
+    assert observation.admissible == ("search[<your query>]",)
     assert observation.task == world.goal(task).text
     assert observation.task not in observation.page
     environment.step("search[shirt]")
