@@ -93,6 +93,14 @@ def one_of(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
+@dataclass(frozen=True)
+class ReplyRules:
+    """How a model's reply becomes an action. The defaults are the honest ones."""
+
+    tail_acts: bool = False  # a reply without action tags acts through its last 20 characters
+    valid_if_offered: bool = True  # an action is valid only if the page offers it
+
+
 @dataclass
 class EnvConfig:
     """What every environment has. Each adds its own keys in a subclass, which `megagent.envs.WORLDS` names."""
@@ -107,6 +115,10 @@ class EnvConfig:
     start_timeout_s: float = 600.0  # deadline for opening the catalogue
     step_timeout_s: float = 60.0  # deadline of a batch of resets or steps
     rollout: EnvRolloutConfig = field(default_factory=EnvRolloutConfig)
+
+    @property
+    def reply_rules(self) -> ReplyRules:
+        return ReplyRules()
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """(name of the field, sentence) of every fault that the fields' own rules do not find."""

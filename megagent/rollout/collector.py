@@ -99,6 +99,7 @@ class Collector:
 
     async def _attempt(self, slot: int, episode: Episode, temperature: float) -> Episode:
         observation = await self.environments.reset(slot, episode.task)
+        episode.instruction = observation.task
         history = History(self.config.env.history_length)
         for index in range(self.config.env.max_steps):
             prompt_ids = self.prompts.build(observation, history)
@@ -109,7 +110,7 @@ class Collector:
             )
             generation = await self.engines.generate(slot, prompt_ids, sampling)
             text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-            projection = project(text, observation.admissible)
+            projection = project(text, observation.admissible, self.config.env.reply_rules)
             result = await self.environments.step(slot, projection.action)
             episode.steps.append(
                 Step(
@@ -119,6 +120,8 @@ class Collector:
                     log_probs=generation.log_probs,
                     text=text,
                     action=projection.action,
+                    parsed=projection.parsed,
+                    admissible=projection.admissible,
                     valid=projection.valid,
                     reward=result.reward,
                 )

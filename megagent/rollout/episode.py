@@ -21,7 +21,9 @@ class Step:
     log_probs: list[float]  # of the response tokens, as the sampler saw them
     text: str
     action: str
-    valid: bool
+    parsed: bool  # the reply has the form that was asked for
+    admissible: bool  # the page offered the action
+    valid: bool  # what the penalty goes by: both, unless env.compat has it otherwise
     reward: float = 0.0
 
 

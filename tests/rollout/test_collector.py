@@ -9,10 +9,12 @@ import torch
 
 from megagent.config import Config
 from megagent.envs.base import Observation, StepResult, Task
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.errors import EpisodeLost, InfrastructureError
 from megagent.rollout.collector import Collector
 from megagent.rollout.engine import Generation, Sampling
 from megagent.rollout.episode import step_rows
+from megagent.rollout.metrics import rollout_metrics
 
 
 class Letters:
@@ -103,8 +105,27 @@ def test_rows_hold_only_steps_that_were_played() -> None:
 
 def test_an_action_the_page_does_not_offer_is_marked_invalid() -> None:
     play, _ = collector("<think>on</think><action>click[buy now]</action>", Counters())
-    rows = step_rows(play.collect(TASKS, episodes_per_task=1, temperature=1.0, seed=0))
-    assert not rows["is_action_valid"].any()
+    episodes = play.collect(TASKS, episodes_per_task=1, temperature=1.0, seed=0)
+    assert not step_rows(episodes)["is_action_valid"].any()
+    assert {(step.parsed, step.admissible) for episode in episodes for step in episode.steps} == {(True, False)}
+
+
+def test_a_reply_of_another_form_is_marked_so_even_if_its_action_is_offered() -> None:
+    play, _ = collector("<action>click[next]</action>", Counters())
+    episodes = play.collect(TASKS, episodes_per_task=1, temperature=1.0, seed=0)
+    figures = rollout_metrics(episodes, step_rows(episodes))
+    assert (figures["episode/parsed_reply_ratio"], figures["episode/admissible_action_ratio"]) == (0, 1)
+    steps = [step for episode in episodes for step in episode.steps]
+    assert {(step.parsed, step.admissible, step.valid) for step in steps} == {(False, True, False)}
+
+
+@pytest.mark.parametrize(("compat", "acted"), [("none", False), ("verl_agent", True)])
+def test_a_reply_without_tags_acts_only_where_the_environment_has_it_so(compat: str, acted: bool) -> None:
+    play, _ = collector("I think I should click[next]", Counters())
+    play.config.env = WebShopConfig(compat=compat, max_steps=1)
+    [episode] = play.collect(TASKS[:1], episodes_per_task=1, temperature=1.0, seed=0)
+    assert (episode.steps[0].action == "i should click[next]") is acted
+    assert not episode.steps[0].valid
 
 
 def test_every_step_samples_with_its_own_seed_and_a_repeated_run_with_the_same() -> None:
@@ -131,6 +152,7 @@ def test_a_lost_episode_is_played_again_and_yields_what_it_would_have() -> None:
     episodes = play.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0)
     assert [episode.steps for episode in episodes] == [episode.steps for episode in expected]
     assert [episode.lost for episode in episodes] == [0, 0, 2, 0]
+    assert rollout_metrics(episodes, step_rows(episodes))["rollout/lost_episodes"] == 2
     assert {sampling.seed for sampling in repeated.samplings} == {sampling.seed for sampling in engine.samplings}
 
 

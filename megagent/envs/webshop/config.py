@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagent.config import EnvConfig, number, one_of
+from megagent.config import EnvConfig, ReplyRules, number, one_of
+from megagent.envs.webshop.rules import rules_of
 
 EMBEDDED = "embedded"
 
@@ -21,6 +22,11 @@ class WebShopConfig(EnvConfig):
     observation: str = one_of("text", "text_rich")
     page_size: int = number(10, 1)  # products on a results page
     max_results: int = number(50, 1)  # products that a search finds at most
+
+    @property
+    def reply_rules(self) -> ReplyRules:
+        rules = rules_of(self.compat)
+        return ReplyRules(rules.tail_acts, rules.valid_if_offered)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not self.catalog:
