@@ -1,9 +1,9 @@
 """From what a model wrote to the action an environment takes.
 
-The rules are those of the WebShop manager that the seed recipe uses: the reply is lower-cased, the action is what
-stands between the first `<action>` and the first `</action>`, and a reply without both tags still acts through its last
-characters (so a bare `click[buy now]` buys) but counts as invalid. One rule is stricter: an action that the page does
-not offer is invalid too, because it changes nothing and the penalty should say so.
+The reply is lower-cased; the action is what stands between the first `<action>` and the first `</action>`. It is valid
+if it parses (a thought and an action in their tags, no CJK character) and the page offers it: an action that the page
+does not offer changes nothing, and the penalty should say so. A reply without action tags does nothing. Under the rules
+of verl-agent's WebShop it acts through its last characters instead, and parsing is enough to be valid.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# How much of a reply without action tags is handed to the environment.
+from megagent.envs.webshop.rules import HONEST, Rules
+
+# How much of a reply without action tags is handed to the environment, where the rules have it so.
 TAIL_CHARACTERS = 20
 
+_OPEN, _CLOSE = "<action>", "</action>"
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _CJK = re.compile(r"[\u4e00-\u9fff]")
 _SEARCH = re.compile(r"search\[[^\n]*\S[^\n]*\]")
@@ -24,12 +27,13 @@ _SEARCH = re.compile(r"search\[[^\n]*\S[^\n]*\]")
 class Projection:
     """What a reply means to the environment."""
 
-    action: str  # what to execute, lower case; for a reply that does not parse, its last characters
-    valid: bool  # it parses, holds no CJK character, and the page offers the action
-    parsed: bool  # a thought in <think> tags and an action in <action> tags are there
+    action: str  # what to execute, lower case; nothing for a reply without action tags
+    parsed: bool  # a thought in <think> tags and an action in <action> tags are there, and no CJK character
+    admissible: bool  # the page offers the action
+    valid: bool  # both; under rules that do not ask what the page offers, parsed alone
 
 
-def project(text: str, admissible: Sequence[str]) -> Projection:
+def project(text: str, admissible: Sequence[str], rules: Rules = HONEST) -> Projection:
     """Reads the action out of a model's reply.
 
     text: the decoded reply, special tokens already removed. admissible: the actions that the page offers; an entry
@@ -37,13 +41,16 @@ def project(text: str, admissible: Sequence[str]) -> Projection:
     Never raises: any text is a reply.
     """
     lowered = text.lower()
-    begin, end = lowered.find("<action>"), lowered.find("</action>")
-    if begin < 0 or end < 0:
-        return Projection(action=lowered[-TAIL_CHARACTERS:].strip(), valid=False, parsed=False)
-    action = lowered[begin + len("<action>") : end].strip()
-    parsed = bool(action) and _THOUGHT.search(lowered) is not None
-    valid = parsed and _CJK.search(text) is None and is_admissible(action, admissible)
-    return Projection(action=action, valid=valid, parsed=parsed)
+    begin, end = lowered.find(_OPEN), lowered.find(_CLOSE)
+    if begin >= 0 and end >= 0:
+        action = lowered[begin + len(_OPEN) : end].strip()
+        # verl-agent looks for the tags of the thought as they are written, in any order.
+        has_thought = _THOUGHT.search(lowered) if rules.valid_if_offered else "<think>" in text and "</think>" in text
+        parsed = bool(has_thought) and _CJK.search(text) is None and (bool(action) or not rules.valid_if_offered)
+    else:
+        action, parsed = lowered[-TAIL_CHARACTERS:] if rules.tail_acts else "", False
+    offered = is_admissible(action, admissible)
+    return Projection(action, parsed, offered, parsed and (offered or not rules.valid_if_offered))
 
 
 def is_admissible(action: str, admissible: Sequence[str]) -> bool:

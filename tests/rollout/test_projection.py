@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megagent.envs.webshop.rules import HONEST, ORIGINAL
 from megagent.rollout.projection import TAIL_CHARACTERS, is_admissible, project
 
 ITEM_PAGE = ("click[back to search]", "click[buy now]", "click[red]", "click[Size: 9 (wide) | 43]")
@@ -14,7 +15,7 @@ SEARCH_PAGE = ("search[<your query>]", "click[search]")
 
 def test_a_thought_and_an_offered_action_are_valid():
     result = project("<think>red it is</think><action>click[red]</action>", ITEM_PAGE)
-    assert (result.action, result.valid, result.parsed) == ("click[red]", True, True)
+    assert (result.action, result.parsed, result.admissible, result.valid) == ("click[red]", True, True, True)
 
 
 def test_text_around_tags_and_space_inside_them_do_not_matter():
@@ -32,7 +33,7 @@ def test_an_offered_action_is_compared_in_lower_case():
 
 def test_an_action_that_the_page_does_not_offer_parses_but_is_invalid():
     result = project("<think>x</think><action>click[blue]</action>", ITEM_PAGE)
-    assert (result.action, result.valid, result.parsed) == ("click[blue]", False, True)
+    assert (result.action, result.parsed, result.admissible, result.valid) == ("click[blue]", True, False, False)
 
 
 @pytest.mark.parametrize("query", ["red shirt", "a [b] c", "click[red]", "<your query>", "50% off | new"])
@@ -59,7 +60,7 @@ def test_a_search_without_a_search_box_is_invalid():
 )
 def test_an_action_without_a_whole_thought_acts_but_is_invalid(text):
     result = project(text, ITEM_PAGE)
-    assert (result.action, result.valid, result.parsed) == ("click[red]", False, False)
+    assert (result.action, result.parsed, result.admissible, result.valid) == ("click[red]", False, True, False)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +73,42 @@ def test_an_action_without_a_whole_thought_acts_but_is_invalid(text):
         "\x00\ufffd\U0001f600",
     ],
 )
-def test_a_reply_without_an_action_is_invalid_and_acts_through_its_tail(text):
+def test_a_reply_without_an_action_does_nothing(text):
     result = project(text, ITEM_PAGE)
-    assert (result.valid, result.parsed) == (False, False)
-    assert result.action == text.lower()[-TAIL_CHARACTERS:].strip()
+    assert (result.action, result.parsed, result.admissible, result.valid) == ("", False, False, False)
+
+
+def test_in_the_original_a_reply_without_an_action_acts_through_its_last_characters():
+    text = "I think that I should click[BUY NOW]"
+    assert project(text, ITEM_PAGE).action == ""
+    tail = project(text, ITEM_PAGE, ORIGINAL)
+    assert (tail.action, tail.parsed, tail.valid) == (text.lower()[-TAIL_CHARACTERS:], False, False)
+    bare = project("click[buy now]", ITEM_PAGE, ORIGINAL)
+    assert (bare.action, bare.admissible, bare.valid) == ("click[buy now]", True, False)
+
+
+def test_in_the_original_an_action_that_the_page_does_not_offer_is_valid():
+    text = "<think>x</think><action>click[blue]</action>"
+    assert not project(text, ITEM_PAGE).valid
+    result = project(text, ITEM_PAGE, ORIGINAL)
+    assert (result.parsed, result.admissible, result.valid) == (True, False, True)
+
+
+@pytest.mark.parametrize("text", ["</think><think><action></action>", "<think></think><action>x</action>"])
+def test_in_the_original_tags_of_a_thought_count_in_any_order(text):
+    assert project(text, ITEM_PAGE, ORIGINAL).valid
+    assert not project(text, ITEM_PAGE, HONEST).valid
+
+
+def test_in_the_original_tags_of_a_thought_are_read_as_they_are_written():
+    text = "<Think>x</Think><ACTION>click[red]</ACTION>"
+    assert not project(text, ITEM_PAGE, ORIGINAL).valid
+    assert project(text, ITEM_PAGE).valid
 
 
 def test_action_tags_in_the_wrong_order_give_no_action():
     result = project("<think>x</think></action>click[red]<action>", ITEM_PAGE)
-    assert (result.action, result.valid, result.parsed) == ("", False, False)
+    assert (result.action, result.parsed, result.valid) == ("", False, False)
 
 
 def test_the_first_of_several_actions_counts():
@@ -92,8 +120,9 @@ def test_the_end_of_the_action_is_the_first_closing_tag_even_inside_an_argument(
     assert project("<think>x</think><action>click[red</action>]</action>", ITEM_PAGE).action == "click[red"
 
 
-def test_chinese_characters_make_a_reply_invalid():
-    assert not project("<think>红色</think><action>click[red]</action>", ITEM_PAGE).valid
+@pytest.mark.parametrize("rules", [HONEST, ORIGINAL])
+def test_chinese_characters_make_a_reply_invalid(rules):
+    assert not project("<think>红色</think><action>click[red]</action>", ITEM_PAGE, rules).valid
 
 
 def test_nothing_is_admissible_on_a_page_without_actions():
@@ -104,4 +133,5 @@ def test_nothing_is_admissible_on_a_page_without_actions():
 def test_any_text_projects_and_valid_implies_admissible(text, body):
     for reply in (text, f"<think>{text}</think><action>{body}</action>"):
         result = project(reply, ITEM_PAGE)
-        assert not result.valid or (result.parsed and is_admissible(result.action, ITEM_PAGE))
+        assert result.valid == (result.parsed and result.admissible)
+        assert result.admissible == is_admissible(result.action, ITEM_PAGE)

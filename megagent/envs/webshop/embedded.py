@@ -1,8 +1,8 @@
 """A small catalogue made by rule, the same everywhere: what the demo trains on, and tests that need no data.
 
 60 products: each of 4 kinds with each pair of 6 attributes, in 4 of 6 colours and 3 of 4 sizes, at $5 to $95. Titles,
-options and goals use few words, so that a tiny model can learn them; descriptions say the same in other words, which the
-search finds too. The records have the original's schema and pass through the same loader and builders as any other.
+options and goals use few words, so that a tiny model can learn them; descriptions say the same in other words, which
+the search finds too. The records have the original's schema and pass through the same loader and builders as any other.
 """
 
 from __future__ import annotations

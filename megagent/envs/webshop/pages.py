@@ -1,7 +1,7 @@
 """What each page of the shop says and offers, in the original's two modes.
 
-text: the visible texts in order, joined with " [SEP] ". text_rich: one line each, buttons in brackets. Pages are built as
-text from the start; there is no HTML in between. Blank texts are kept or dropped as the original's parser does it.
+text: the visible texts in order, joined with " [SEP] ". text_rich: one line each, buttons in brackets. Pages are built
+as text from the start; there is no HTML in between. Blank texts are kept or dropped as the original's parser does it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from megagent.envs.base import Observation, Task
 from megagent.envs.webshop import pages
-from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.goals import NO_BOUND, Goal
+from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.reward import purchase_reward
 from megagent.envs.webshop.session import Session
 from megagent.envs.webshop.world import WebShopWorld
@@ -19,7 +19,7 @@ from megagent.envs.webshop.world import WebShopWorld
 class Mistakes:
     """How often a shopper errs, 0 to 1."""
 
-    item: float = 0.55  # opens some product of the page
+    item: float = 0.75  # opens some product of the page
     option: float = 0.60  # selects another value, for one of the options of an episode
     query: float = 0.10  # searches for another kind of product
 
