@@ -18,6 +18,8 @@ def episode() -> Episode:
         log_probs=[-0.1, -0.2],
         text="<think>café\u2028now</think><action>click[buy now]</action>",
         action="click[buy now]",
+        parsed=True,
+        admissible=True,
         valid=True,
         reward=10.0,
     )
