@@ -17,10 +17,11 @@ import numpy as np
 
 from megagent.envs.webshop.arrays import Arrays, read_arrays
 from megagent.envs.webshop.build import EMBEDDED, assemble, open_source
+from megagent.envs.webshop.nouns import RuleTagger
 from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.product_arrays import ProductReader
 from megagent.envs.webshop.source import Reading, Records, find_files, products_of
-from megagent.envs.webshop.tagger import Tagger, best_tagger
+from megagent.envs.webshop.tagger import Tagger
 from megagent.errors import CatalogError
 
 _DECODED = 2048  # products that stay decoded: some 10 MB
@@ -46,13 +47,14 @@ class Catalog(Sequence[Product]):
     def load(cls, name: str | Path) -> Catalog:
         """The catalogue of a name: `embedded`, a folder in the original's schema, or a file that was built from one.
 
+        The titles of a folder are tagged by rule: what has a better tagger's nouns is a file built with one.
         Raises CatalogError if there is none, or with all faults of the folder's files.
         """
         path = Path(name).expanduser()
         if str(name) != EMBEDDED and path.is_file():
             return cls.open(path)
         with closing(open_source(EMBEDDED if str(name) == EMBEDDED else path)) as source:
-            reading = Reading(source, best_tagger())
+            reading = Reading(source, RuleTagger())
             arrays, digest = assemble(reading)
             return cls(arrays, _meta(arrays, digest, reading.noun_source), str(name))
 

@@ -14,7 +14,7 @@ import json
 import tempfile
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -24,8 +24,9 @@ import numpy as np
 
 from megagent.envs.webshop.checks import Entry, Findings, Place, check_entry, check_human, check_item, kind, shown
 from megagent.envs.webshop.json_stream import JsonFile
+from megagent.envs.webshop.nouns import RuleTagger
 from megagent.envs.webshop.product import HumanInstruction, Product
-from megagent.envs.webshop.tagger import Tagger, best_tagger
+from megagent.envs.webshop.tagger import Tagger
 from megagent.errors import CatalogError
 
 _STEMS: dict[str, str] = {  # role -> how the name of its file begins
@@ -319,6 +320,6 @@ class Reading:
         return entry, human, nouns
 
 
-def products_of(records: Records, tagger: Tagger | None = None) -> list[Product]:
-    """The checked products of records in memory. Raises CatalogError with all faults."""
-    return list(Reading(open_records(records), tagger or best_tagger()))
+def products_of(records: Records) -> list[Product]:
+    """The checked products of records in memory, titles tagged by rule. Raises CatalogError with all faults."""
+    return list(Reading(open_records(records), RuleTagger()))
