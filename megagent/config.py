@@ -99,6 +99,7 @@ class ReplyRules:
 
     tail_acts: bool = False  # a reply without action tags acts through its last 20 characters
     valid_if_offered: bool = True  # an action is valid only if the page offers it
+    whole_thought: bool = True  # a thought is an opening and then a closing tag; the action is not empty
 
 
 @dataclass

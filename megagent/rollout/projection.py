@@ -12,7 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megagent.envs.webshop.rules import HONEST, Rules
+from megagent.config import ReplyRules
+
+HONEST = ReplyRules()
 
 # How much of a reply without action tags is handed to the environment, where the rules have it so.
 TAIL_CHARACTERS = 20
@@ -33,7 +35,7 @@ class Projection:
     valid: bool  # both; under rules that do not ask what the page offers, parsed alone
 
 
-def project(text: str, admissible: Sequence[str], rules: Rules = HONEST) -> Projection:
+def project(text: str, admissible: Sequence[str], rules: ReplyRules = HONEST) -> Projection:
     """Reads the action out of a model's reply.
 
     text: the decoded reply, special tokens already removed. admissible: the actions that the page offers; an entry
@@ -44,9 +46,11 @@ def project(text: str, admissible: Sequence[str], rules: Rules = HONEST) -> Proj
     begin, end = lowered.find(_OPEN), lowered.find(_CLOSE)
     if begin >= 0 and end >= 0:
         action = lowered[begin + len(_OPEN) : end].strip()
-        # verl-agent looks for the tags of the thought as they are written, in any order.
-        has_thought = _THOUGHT.search(lowered) if rules.valid_if_offered else "<think>" in text and "</think>" in text
-        parsed = bool(has_thought) and _CJK.search(text) is None and (bool(action) or not rules.valid_if_offered)
+        if rules.whole_thought:
+            parsed = bool(action) and _THOUGHT.search(lowered) is not None
+        else:
+            parsed = "<think>" in text and "</think>" in text
+        parsed = parsed and _CJK.search(text) is None
     else:
         action, parsed = lowered[-TAIL_CHARACTERS:] if rules.tail_acts else "", False
     offered = is_admissible(action, admissible)

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagent.envs.webshop.rules import HONEST, ORIGINAL
-from megagent.rollout.projection import TAIL_CHARACTERS, is_admissible, project
+from megagent.envs.webshop.config import WebShopConfig
+from megagent.rollout.projection import HONEST, TAIL_CHARACTERS, is_admissible, project
+
+ORIGINAL = WebShopConfig(compat="verl_agent").reply_rules
 
 ITEM_PAGE = ("click[back to search]", "click[buy now]", "click[red]", "click[Size: 9 (wide) | 43]")
 SEARCH_PAGE = ("search[<your query>]", "click[search]")

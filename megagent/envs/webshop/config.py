@@ -26,7 +26,7 @@ class WebShopConfig(EnvConfig):
     @property
     def reply_rules(self) -> ReplyRules:
         rules = rules_of(self.compat)
-        return ReplyRules(rules.tail_acts, rules.valid_if_offered)
+        return ReplyRules(rules.tail_acts, rules.valid_if_offered, rules.whole_thought)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not self.catalog:

@@ -36,6 +36,9 @@ class Rules:
     tail_acts: bool = False
     # An action is valid only if the page offers it. To the original every action between tags is valid.
     valid_if_offered: bool = True
+    # A reply parses only with a thought and an action that says something. verl-agent looks for the tags of a thought
+    # in lower case and any order, and takes an empty action.
+    whole_thought: bool = True
 
 
 HONEST = Rules()
@@ -52,6 +55,7 @@ ORIGINAL = Rules(
     restarts_after_purchase=True,
     tail_acts=True,
     valid_if_offered=False,
+    whole_thought=False,
 )
 
 _BY_COMPAT = {"none": HONEST, "verl_agent": ORIGINAL}
