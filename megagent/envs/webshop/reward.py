@@ -96,8 +96,11 @@ def _bought_by_name(name: str, value: str, chosen: Mapping[str, str]) -> bool:
 
 
 def _bought_under_any_name(name: str, value: str, chosen: Mapping[str, str]) -> bool:
-    """The original's comparison. Its asked colour is normalised only if name or value is exactly a colour."""
-    asked = next((color for color in _COLORS if color in (name, value)), f"{name} {value}")
+    """The original's comparison. Its asked colour is normalised only if name or value is exactly a colour.
+
+    Of a human goal only the value is asked for, without a name; it is normalised as the bought values are.
+    """
+    asked = next((color for color in _COLORS if color in (name, value)), f"{name} {value}") if name else _color(value)
     return any(token_set_ratio(asked, _color(bought)) > _ALIKE for bought in chosen.values())
 
 

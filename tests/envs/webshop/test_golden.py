@@ -1,92 +1,106 @@
-"""Against the outputs of the original code on 1,000 real products, where these are at hand."""
+"""Against the outputs of the original code on 1,000 real products, where these are at hand.
+
+Everything goes the way of users: the folder is built into a .shop file, and the world over it is made by name. Only the
+title nouns are the original's: its tagger found them, and they may be given beside the products.
+"""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import json
-import random
+import shutil
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from megagent.envs import build_world
 from megagent.envs.base import SPLITS
-from megagent.envs.webshop import pages
-from megagent.envs.webshop.catalog import build_products, read_folder, sampled_prices
+from megagent.envs.webshop.build import build_catalog
 from megagent.envs.webshop.config import WebShopConfig
-from megagent.envs.webshop.goals import synthetic_goals
 from megagent.envs.webshop.nouns import title_nouns
+from megagent.envs.webshop.original import OriginalGoals
 from megagent.envs.webshop.reward import purchase_reward
 from megagent.envs.webshop.rules import HONEST, ORIGINAL
 from megagent.envs.webshop.session import Session
-from megagent.envs.webshop.world import build_webshop, make_shop
 
 
-class Original:
-    """The original's shop and goals for seed 0, and its recorded outputs."""
+def read(data, name):
+    path = data.parent / "golden" / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    return gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
 
-    def __init__(self, data):
-        self.folder = data.parent / "golden"
-        records = replace(read_folder(data), nouns=self.read("title_nouns.json.gz"))
-        self.products = build_products(records)
-        rng = random.Random(0)
-        self.prices = sampled_prices(self.products, rng.uniform)
-        self.goals = synthetic_goals(self.products, self.prices, rng)
-        random.Random(0).shuffle(self.goals)
-        self.shop = make_shop(self.products, self.prices, page_size=10, most_results=50, rules=ORIGINAL)
-        self.by_asin = {product.asin: product for product in self.products}
 
-    def read(self, name):
-        path = self.folder / name
-        if not path.is_file():
-            pytest.skip(f"{path} is not there")
-        return json.loads(gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes())
-
-    def lines(self, name):
-        path = self.folder / name
-        if not path.is_file():
-            pytest.skip(f"{path} is not there")
-        return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+def lines(data, name):
+    return [json.loads(line) for line in read(data, name).splitlines()]
 
 
 @pytest.fixture(scope="module")
-def original(data):
-    return Original(data)
+def folder(data, tmp_path_factory):
+    """The real products with the original's nouns beside them."""
+    folder = tmp_path_factory.mktemp("products")
+    for file in data.glob("items_*"):
+        shutil.copy(file, folder)
+    (folder / "title_nouns.json").write_bytes(read(data, "title_nouns.json.gz"))
+    return folder
 
 
-def test_every_query_finds_what_lucene_finds_in_its_order(original):
-    for line in original.lines("search_top50.jsonl.gz"):
-        found = [original.products[position].asin for position in original.shop.index.search(line["query"])]
+@pytest.fixture(scope="module")
+def shop_file(folder, tmp_path_factory):
+    return build_catalog(folder, tmp_path_factory.mktemp("built") / "real.shop").path
+
+
+@pytest.fixture(scope="module", params=["file", "folder"])
+def original(request, folder, shop_file):
+    """The world of verl-agent over the built file, and over the folder itself."""
+    catalog = shop_file if request.param == "file" else folder
+    return build_world(WebShopConfig(catalog=str(catalog), compat="verl_agent"))
+
+
+@pytest.fixture(scope="module")
+def goals(original):
+    """The goal list of seed 0."""
+    return OriginalGoals(original.catalog, human=False).of_seed(0)
+
+
+def test_every_query_finds_what_lucene_finds_in_its_order(original, data):
+    for line in lines(data, "search_top50.jsonl.gz"):
+        found = [original.catalog[position].asin for position in original.shop.index.search(line["query"], 50)]
         assert found == line["top50"], line["query"]
 
 
-def test_prices_are_the_originals(original):
-    assert original.prices == original.read("prices_seed0.json.gz")
+def test_prices_are_the_originals(original, goals, data):
+    prices = {product.asin: original.shop.price(at, goals[0]) for at, product in enumerate(original.catalog)}
+    assert prices == json.loads(read(data, "prices_seed0.json.gz"))
 
 
-def test_goals_are_the_originals_in_its_order(original):
-    expected = original.read("goals.json")["seed_0"]
-    joined = "\n".join(goal.text for goal in original.goals)
-    assert len(original.goals) == expected["n"]
+def test_goals_are_the_originals_in_its_order(goals, data):
+    expected = json.loads(read(data, "goals.json"))["seed_0"]
+    joined = "\n".join(goal.text for goal in goals)
+    assert len(goals) == expected["n"]
     assert hashlib.sha256(joined.encode()).hexdigest() == expected["sha256_of_instruction_texts_joined_by_newline"]
 
 
-def test_goals_are_the_originals_field_by_field(original):
-    for goal, line in zip(original.goals, original.lines("goals_seed0_first500.jsonl.gz"), strict=False):
+def test_goals_are_the_originals_field_by_field(goals, data):
+    for index, line in enumerate(lines(data, "goals_seed0_first500.jsonl.gz")):
+        goal = goals[index]
         product = goal.product
         assert (product.asin, goal.text) == (line["asin"], line["instruction_text"])
         assert (product.category, product.query) == (line["category"], line["query"])
         assert (product.title, product.product_category) == (line["name"], line["product_category"])
         assert (list(goal.attributes), goal.price_upper) == (line["attributes"], line["price_upper"])
         assert dict(goal.options) == line["goal_options"]
+        assert goals.weight(index) == line["weight"]
 
 
-def test_every_reward_and_its_components_are_the_originals(original):
-    for line in original.lines("rewards_seed0.jsonl.gz"):
-        bought, info = original.by_asin[line["asin"]], line["info"]
-        goal = original.goals[line["goal"]]
-        reward = purchase_reward(goal, bought, original.prices[bought.asin], line["options"], ORIGINAL)
+def test_every_reward_and_its_components_are_the_originals(original, goals, data):
+    for line in lines(data, "rewards_seed0.jsonl.gz"):
+        position, info = original.catalog.position(line["asin"]), line["info"]
+        goal = goals[line["goal"]]
+        price = original.shop.price(position, goal)
+        reward = purchase_reward(goal, original.catalog[position], price, line["options"], ORIGINAL)
         assert reward.score == line["reward"], line
         assert (reward.kind, reward.attributes, reward.price) == (info["r_type"], info["r_att"], info["r_price"])
         assert (reward.query_match, reward.category_match) == (info["query_match"], info["category_match"])
@@ -94,12 +108,12 @@ def test_every_reward_and_its_components_are_the_originals(original):
         assert reward.weights == (info["w_att"], info.get("w_option", 0.0), info["w_price"])
 
 
-def test_every_observation_action_list_reward_and_end_is_the_originals(original):
-    for line in original.lines("trajectories_seed0.jsonl.gz"):
-        session = Session(original.shop, original.goals[line["goal"]])
+def test_every_observation_action_list_reward_and_end_is_the_originals(original, goals, data):
+    for line in lines(data, "trajectories_seed0.jsonl.gz"):
+        session = Session(original.shop, goals[line["goal"]])
         for step in line["steps"]:
             session.act(step.get("action", ""))
-            assert _whole_text(session) == step["obs"]
+            assert session.original_text() == step["obs"]
             assert session.done == step.get("done", False)
             assert (session.reward.score if session.reward else 0.0) == step.get("reward", 0.0)
             if step.get("avail"):
@@ -107,40 +121,81 @@ def test_every_observation_action_list_reward_and_end_is_the_originals(original)
                 assert session.has_search_box == step["avail"]["has_search_bar"]
 
 
-def _whole_text(session: Session) -> str:
-    """The page with the head that the original shows above it."""
-    if session.done:
-        return session.anchor()
-    head = ["WebShop"] if session.has_search_box else []
-    return pages.SEPARATOR.join([*head, "Instruction:", session.goal.text, *session.segments()])
+def test_an_environment_shows_the_originals_pages_without_task_and_in_quotes(original, goals, data):
+    """What verl-agent makes of an observation: the segments after the task, each in quotes."""
+    environment = original.make()
+    for line in lines(data, "trajectories_seed0.jsonl.gz"):
+        task = goals.task(line["goal"], "train")
+        observation = environment.reset(task)
+        for step in line["steps"]:
+            if "action" in step:
+                result = environment.step(step["action"])
+                observation = result.observation
+                assert (result.done, result.score) == (step["done"], step["reward"])
+                assert result.won == (step["done"] and step["reward"] == 1.0)
+            assert observation.task == original.goal(task).text
+            if not step.get("done"):
+                segments = step["obs"].split(" [SEP] ")
+                after = segments[segments.index(observation.task) + 1 :]
+                assert observation.page == " [SEP] ".join(f"'{segment}'" for segment in after)
+            else:
+                assert observation.page == step["obs"]
 
 
-def test_buying_exactly_what_was_asked_wins_all_real_goals_and_not_all_in_the_original(original):
-    lost = Counter(
-        rules is HONEST
-        for goal in original.goals
-        for rules in (HONEST, ORIGINAL)
-        if purchase_reward(goal, goal.product, original.prices[goal.product.asin], dict(goal.options), rules).score < 1
-    )
+def test_tasks_of_another_process_name_the_same_goals(original, goals):
+    for index in range(0, len(goals), 97):
+        task = goals.task(index, "train")
+        assert original.goal(task) == goals[index]
+
+
+def test_buying_exactly_what_was_asked_wins_all_real_goals_and_not_all_in_the_original(original, goals):
+    lost = Counter()
+    for goal in goals:
+        price = original.shop.price(original.catalog.position(goal.product.asin), goal)
+        for rules in (HONEST, ORIGINAL):
+            if purchase_reward(goal, goal.product, price, dict(goal.options), rules).score < 1:
+                lost[rules is HONEST] += 1
     assert lost == {False: 458}
 
 
-def test_nouns_by_rule_change_few_scores(original):
-    plain = {p.asin: replace(p, nouns=title_nouns(p.title)) for p in original.products}
+def test_nouns_by_rule_change_few_scores(original, goals, data):
+    plain = {product.asin: replace(product, nouns=title_nouns(product.title)) for product in original.catalog}
     changed = 0
-    lines = original.lines("rewards_seed0.jsonl.gz")
-    for line in lines:
-        goal = original.goals[line["goal"]]
+    scored = lines(data, "rewards_seed0.jsonl.gz")
+    for line in scored:
+        goal = goals[line["goal"]]
+        price = original.shop.price(original.catalog.position(line["asin"]), goal)
         goal = replace(goal, product=plain[goal.product.asin])
-        bought = plain[line["asin"]]
-        score = purchase_reward(goal, bought, original.prices[bought.asin], line["options"], ORIGINAL).score
+        score = purchase_reward(goal, plain[line["asin"]], price, line["options"], ORIGINAL).score
         changed += score != line["reward"]
-    assert changed / len(lines) < 0.025
+    assert changed / len(scored) < 0.025
 
 
-def test_real_goals_are_split_by_product(data):
-    world = build_webshop(WebShopConfig(catalog=str(data)))
+def test_real_goals_are_split_by_product(shop_file):
+    world = build_world(WebShopConfig(catalog=str(shop_file)))
     asins = {split: {world.goal(task).product.asin for task in world.tasks(split)} for split in SPLITS}
     assert sum(map(len, asins.values())) == len(set().union(*asins.values())) == 415
+    assert sum(len(world.tasks(split)) for split in SPLITS) == 6901
     assert len(world.tasks("validation")) >= 128
     assert len(world.tasks("test")) >= 128
+
+
+def test_human_goals_are_made_of_what_people_wrote_of_these_products(shop_file):
+    world = build_world(WebShopConfig(catalog=str(shop_file), goals="human"))
+    tasks = [task for split in SPLITS for task in world.tasks(split)]
+    assert len(tasks) == 13
+    for task in tasks:
+        goal = world.goal(task)
+        price = world.shop.price(world.catalog.position(goal.product.asin), goal)
+        assert purchase_reward(goal, goal.product, price, dict(goal.options), HONEST).score == 1.0
+
+
+def test_human_goals_of_the_original_are_won_by_bare_values(shop_file):
+    world = build_world(WebShopConfig(catalog=str(shop_file), compat="verl_agent", goals="human"))
+    goals = OriginalGoals(world.catalog, human=True).of_seed(0)
+    assert len(goals) == 13
+    for index, goal in enumerate(goals):
+        assert world.goal(goals.task(index, "train")) == goal
+        price = world.shop.price(world.catalog.position(goal.product.asin), goal)
+        named = {f"option {number}": value for number, (_, value) in enumerate(goal.options)}
+        assert purchase_reward(goal, goal.product, price, named, ORIGINAL).score == 1.0
