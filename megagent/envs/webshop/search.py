@@ -25,6 +25,8 @@ MOST_RESULTS = 50
 MOST_TERMS = 1024  # distinct terms of a query; Lucene refuses more, here the later ones are ignored
 _SMALL = 1 << 15  # documents; below, scoring every holder of a term costs less than to choose
 _GROUPS = 1024
+_LOOKUP_COST = 8  # to look up one document in a term's list costs as much as to add the points of so many
+_HIGHEST_BAR = 0.7  # of the sum of the bounds; even the best results seldom score more
 # Bounds are kept in float32, and ties of rounded scores count: what is this close to the bar is scored exactly.
 _SLACK = 2.0**-22
 _ABOVE_ZERO = float(np.finfo(np.float32).tiny)
@@ -131,18 +133,19 @@ class SearchIndex:
         sums = self._sums
         order = sorted(asked, key=lambda term: -term.bound)
         slack = 1 - _SLACK * (len(order) + 2)
-        behind, ahead = 0.0, sum(term.bound for term in order)
-        bar = 0.0  # at least `most` documents have this sum already
+        total = ahead = sum(term.bound for term in order)  # ahead: the most that a document not yet met can score
+        bar = 0.0  # at least `most` documents score this
         scanned = 0
         for term in order:
             if ahead < bar * slack:
-                break
+                possible = np.count_nonzero(sums >= bar * slack - ahead)
+                if possible * _LOOKUP_COST < len(term.documents):
+                    break
             sums[term.documents] += self._points(term, term.codes)
             scanned += 1
-            behind += term.bound
             ahead -= term.bound
-            if ahead < behind * slack:
-                bar = max(bar, _bar(sums[term.documents], most))
+            if bar * slack <= ahead < _HIGHEST_BAR * total:
+                bar = max(bar, self._probe(sums, term.documents, order[scanned:], most))
         found = np.flatnonzero(sums >= max(bar * slack - ahead, _ABOVE_ZERO)).astype(np.int32)
         own = sums[found]
         sums.fill(0)
@@ -155,15 +158,34 @@ class SearchIndex:
             found, own = found[kept], own[kept]
         return found
 
+    def _probe(
+        self, sums: NDArray[np.float32], documents: NDArray[np.int32], ahead: Sequence[_Asked], most: int
+    ) -> float:
+        """A score that `most` of `documents` reach or exceed; the terms `ahead` are looked up for a promising few."""
+        own = sums[documents]
+        promising = np.sort(_promising(own, 2 * most))
+        found, own = documents[promising], own[promising]
+        for term in ahead:
+            places, hits = _lookup(term.documents, found)
+            own[hits] += self._points(term, term.codes[places])
+        return _bar(own, most)
+
 
 def _bar(sums: NDArray[np.float32], most: int) -> float:
-    """A sum that at least `most` of `sums` reach, near the highest such; 0 if there are too few."""
-    if len(sums) < most:
-        return 0.0
-    if len(sums) >= 8 * _GROUPS and most <= _GROUPS // 8:
-        # The best of each group are sums of different documents; to find them needs no sorting.
-        sums = sums[: len(sums) // _GROUPS * _GROUPS].reshape(-1, _GROUPS).max(axis=0)
-    return float(np.partition(sums, len(sums) - most)[len(sums) - most])
+    """The sum that `most` of `sums` reach; 0 if there are too few."""
+    return float(np.partition(sums, len(sums) - most)[len(sums) - most]) if len(sums) >= most else 0.0
+
+
+def _promising(sums: NDArray[np.float32], count: int) -> NDArray[np.intp]:
+    """Places of about `count` of the highest sums."""
+    if len(sums) <= count:
+        return np.arange(len(sums))
+    if len(sums) >= 8 * _GROUPS and count <= _GROUPS // 4:
+        # Only the best of each group is looked at: to find these needs no sorting.
+        rows = len(sums) // _GROUPS
+        best = sums[: rows * _GROUPS].reshape(_GROUPS, rows).argmax(axis=1) + np.arange(_GROUPS) * rows
+        return best[np.argpartition(sums[best], _GROUPS - count)[_GROUPS - count :]]
+    return np.argpartition(sums, len(sums) - count)[len(sums) - count :]
 
 
 def _lookup(documents: NDArray[np.int32], wanted: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

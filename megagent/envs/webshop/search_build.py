@@ -73,12 +73,52 @@ def encoded(term: str) -> bytes:
 
 @dataclass(frozen=True)
 class _Run:
-    """Postings of consecutive products, ascending by term, then by file position. All [postings] int32."""
+    """Postings of consecutive products, ascending by term, then by file position."""
 
-    terms: NDArray[np.int32]
-    documents: NDArray[np.int32]
-    frequencies: NDArray[np.int32]
-    files: tuple[Path, ...] = ()
+    terms: NDArray[np.int32]  # [terms of the run] ascending
+    begins: NDArray[np.int64]  # [terms of the run + 1] of their postings
+    documents: NDArray[np.int32] | Path  # [postings] int32, or the file of them
+    frequencies: NDArray[np.int32] | Path
+
+    def between(self, first: int, last: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """Terms, documents and frequencies, [postings] each, of the terms from `first` up to `last`."""
+        low, high = np.searchsorted(self.terms, np.array([first, last], dtype=np.int32))
+        begin, end = int(self.begins[low]), int(self.begins[high])
+        terms = np.repeat(self.terms[low:high], np.diff(self.begins[low : high + 1]))
+        return terms, _read(self.documents, begin, end), _read(self.frequencies, begin, end)
+
+
+def _read(kept: NDArray[np.int32] | Path, begin: int, end: int) -> NDArray[np.int32]:
+    # Not mapped: what is mapped counts as this process's memory.
+    if isinstance(kept, Path):
+        return np.fromfile(kept, dtype=np.int32, count=end - begin, offset=begin * 4)
+    return kept[begin:end]
+
+
+class _Output:
+    """A long array, written part by part, to a file if there is one."""
+
+    def __init__(self, path: Path | None, dtype: DTypeLike) -> None:
+        self._path = path
+        self._dtype = np.dtype(dtype)
+        self._parts = [np.empty(0, self._dtype)]
+        self._size = 0
+        if path:
+            path.write_bytes(b"")
+
+    def write(self, values: NDArray[Any]) -> None:
+        values = values.astype(self._dtype)
+        self._size += len(values)
+        if self._path is None:
+            self._parts.append(values)
+            return
+        with self._path.open("ab") as file:
+            values.tofile(file)
+
+    def whole(self) -> NDArray[Any]:
+        if self._path is None or not self._size:  # an empty file cannot be mapped
+            return np.concatenate(self._parts)
+        return np.memmap(self._path, dtype=self._dtype, mode="r", shape=(self._size,))
 
 
 class IndexBuilder:
@@ -124,7 +164,7 @@ class IndexBuilder:
         lengths = np.concatenate([np.zeros(0, np.int32), *self._run_lengths])
         holders = np.zeros(len(self._terms), dtype=np.int64)
         for run in self._runs:
-            holders += np.bincount(run.terms, minlength=len(holders))
+            holders[run.terms] += np.diff(run.begins)
         starts = np.cumsum(holders) - holders
         levels, code_of_pair = self._levels(lengths)
         documents, codes, best = self._merge(ranks, _coded(lengths), holders, starts, code_of_pair)
@@ -167,21 +207,26 @@ class IndexBuilder:
         documents = (keys & _LOW).astype(np.int32)
         pairs = _pairs(_coded(lengths)[documents - self._documents], frequencies)
         self._seen = np.union1d(self._seen, pairs)
-        self._runs.append(self._kept((keys >> _HALF).astype(np.int32), documents, frequencies))
+        distinct, begins = np.unique((keys >> _HALF).astype(np.int32), return_index=True)
+        self._runs.append(
+            _Run(
+                terms=distinct,
+                begins=np.append(begins, len(keys)),
+                documents=self._kept("documents", documents),
+                frequencies=self._kept("frequencies", frequencies),
+            )
+        )
         self._run_lengths.append(lengths)
         self._run_asins.append(np.array(self._asins))
         self._documents += len(lengths)
         self._tokens, self._lengths, self._asins = array("i"), array("i"), []
 
-    def _kept(self, *arrays: NDArray[np.int32]) -> _Run:
+    def _kept(self, name: str, values: NDArray[np.int32]) -> NDArray[np.int32] | Path:
         if self._scratch is None:
-            terms, documents, frequencies = arrays
-            return _Run(terms, documents, frequencies)
-        files = tuple(self._scratch / f"run-{len(self._runs)}-{number}.npy" for number in range(len(arrays)))
-        for path, values in zip(files, arrays, strict=True):
-            np.save(path, values, allow_pickle=False)
-        terms, documents, frequencies = (np.load(path, mmap_mode="r") for path in files)
-        return _Run(terms, documents, frequencies, files)
+            return values
+        path = self._scratch / f"search-run-{len(self._runs)}-{name}"
+        values.tofile(path)
+        return path
 
     def _levels(self, lengths: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
         """[codes] levels, descending, and [pairs] the code of each pair in `_seen`."""
@@ -204,51 +249,43 @@ class IndexBuilder:
         code_of_pair: NDArray[np.uint64],
     ) -> tuple[NDArray[np.int32], NDArray[Any], NDArray[Any]]:
         """Postings of all runs, by term and then by document number: [postings], [postings] and [terms]."""
-        total = int(holders.sum())
         code_type = np.uint16 if len(code_of_pair) <= 1 << 16 else np.uint32
-        documents = self._array("documents", np.int32, total)
-        codes = self._array("codes", code_type, total)
+        documents = self._output("documents", np.int32)
+        codes = self._output("codes", code_type)
         best = np.zeros(len(holders), dtype=code_type)
+        # A posting as one number, term and document and code, sorts by itself.
         code_bits = np.uint64(len(code_of_pair).bit_length())
-        term_shift = code_bits + np.uint64(len(ranks).bit_length())
-        most_terms = 1 << (64 - int(term_shift))
+        document_bits = np.uint64(len(ranks).bit_length())
+        most_terms = 1 << (64 - int(code_bits + document_bits))
+        bounds = np.append(starts, holders.sum())
         first = 0
         while first < len(holders):
-            begin = int(starts[first])
-            last = int(np.searchsorted(starts, begin + _BUCKET_POSTINGS, side="right")) - 1
+            last = int(np.searchsorted(bounds, bounds[first] + _BUCKET_POSTINGS, side="right")) - 1
             last = min(max(last, first + 1), first + most_terms)
-            if begin + _BUCKET_POSTINGS >= total:
-                last = min(len(holders), first + most_terms)
             parts = []
             for run in self._runs:
-                low, high = np.searchsorted(run.terms, np.array([first, last], dtype=np.int32))
-                own = run.documents[low:high]
-                pairs = _pairs(coded[own], run.frequencies[low:high])
-                keys = (run.terms[low:high] - np.int32(first)).astype(np.uint64) << term_shift
-                keys |= ranks[own] << code_bits
-                keys |= code_of_pair[np.searchsorted(self._seen, pairs)]
+                terms, own, frequencies = run.between(first, last)
+                keys = (terms - np.int32(first)).astype(np.uint64) << document_bits
+                keys |= ranks[own]
+                keys <<= code_bits
+                keys |= code_of_pair[np.searchsorted(self._seen, _pairs(coded[own], frequencies))]
                 parts.append(keys)
             keys = np.concatenate(parts)
             keys.sort()
-            end = begin + len(keys)
-            bucket_codes = keys & ((np.uint64(1) << code_bits) - np.uint64(1))
-            codes[begin:end] = bucket_codes
-            keys >>= code_bits
-            documents[begin:end] = keys & ((np.uint64(1) << (term_shift - code_bits)) - np.uint64(1))
-            best[first:last] = np.minimum.reduceat(bucket_codes, starts[first:last] - begin)
+            bucket_codes = keys & _ones(code_bits)
+            codes.write(bucket_codes)
+            documents.write(keys >> code_bits & _ones(document_bits))
+            best[first:last] = np.minimum.reduceat(bucket_codes, bounds[first:last] - bounds[first])
             first = last
         for run in self._runs:
-            for path in run.files:
-                path.unlink()
+            for kept in (run.documents, run.frequencies):
+                if isinstance(kept, Path):
+                    kept.unlink()
         self._runs.clear()
-        return documents, codes, best
+        return documents.whole(), codes.whole(), best
 
-    def _array(self, name: str, dtype: DTypeLike, size: int) -> NDArray[Any]:
-        if self._scratch is None or size == 0:  # an empty file cannot be mapped
-            return np.empty(size, dtype=dtype)
-        return np.lib.format.open_memmap(
-            self._scratch / f"search-{name}.npy", mode="w+", dtype=np.dtype(dtype), shape=(size,)
-        )
+    def _output(self, name: str, dtype: DTypeLike) -> _Output:
+        return _Output(self._scratch / f"search-{name}" if self._scratch else None, dtype)
 
     def _dictionary(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64], NDArray[np.uint8]]:
         """Term numbers by hash, and in that order the hashes, the ends of the texts and the texts."""
@@ -259,6 +296,10 @@ class IndexBuilder:
         ordered = [texts[number] for number in by_hash]
         ends = np.cumsum(np.fromiter(map(len, ordered), dtype=np.int64, count=len(ordered)))
         return by_hash, hashes[by_hash], ends, np.frombuffer(b"".join(ordered), dtype=np.uint8)
+
+
+def _ones(count: np.uint64) -> np.uint64:
+    return (np.uint64(1) << count) - np.uint64(1)
 
 
 def _coded(lengths: NDArray[np.int32]) -> NDArray[np.int64]:

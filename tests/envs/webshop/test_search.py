@@ -262,4 +262,4 @@ def test_an_index_built_in_runs_and_buckets_is_the_same(tmp_path, monkeypatch):
     for name, values in arrays.items():
         assert pieced[name].dtype == values.dtype, name
         assert np.array_equal(pieced[name], values), name
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["search-codes.npy", "search-documents.npy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["search-codes", "search-documents"]
