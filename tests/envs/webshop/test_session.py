@@ -1,36 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megagent.envs.base import Task
-from megagent.envs.webshop.catalog import Records, build_products
-from megagent.envs.webshop.config import WebShopConfig
-from megagent.envs.webshop.goals import Goal
 from megagent.envs.webshop.rules import HONEST, ORIGINAL
-from megagent.envs.webshop.search import SearchIndex
-from megagent.envs.webshop.session import Session, Shop
-from megagent.envs.webshop.world import build_webshop
-from megagent.errors import MegagentError
 
-from .conftest import entry, item
-
-OPTIONS = {"Size": [{"value": "S"}, {"value": "L"}], "Color": [{"value": "Red"}, {"value": "Blue"}]}
-
-
-def visit(rules=HONEST, count=5, **fields) -> Session:
-    items = [item(f"B{number}", **{"customization_options": OPTIONS, **fields}) for number in range(1, count + 1)]
-    products = build_products(Records(items, {element["asin"]: entry() for element in items}))
-    prices = [product.prices[0] for product in products]
-    shop = Shop(products, SearchIndex.of(products), lambda seed: prices, page_size=2, most_results=50, rules=rules)
-    return Session(shop, Goal(products[0], "find it", ("washable",), (("color", "red"), ("size", "s")), 20.0))
-
-
-def acted(session: Session, *actions: str) -> Session:
-    for action in actions:
-        session.act(action)
-    return session
+from .visits import acted, visit
 
 
 def test_the_search_page_offers_the_box():
@@ -216,83 +190,3 @@ def test_a_value_of_two_options_or_of_a_button_is_offered_with_its_name():
 def test_in_the_original_the_last_option_with_a_value_is_meant():
     session = acted(visit(ORIGINAL, customization_options=SHARED), "search[shirt]", "click[b1]", "click[red]")
     assert session.chosen == {"color": "red"}
-
-
-@pytest.mark.parametrize(("text", "segments"), [("", []), (" ", [""]), (" \n", []), (" x ", ["x"])])
-def test_blank_texts_make_the_segments_of_the_original(text, segments):
-    session = acted(visit(name=text), "search[shirt]")
-    assert session.segments()[3:] == ["B1", *segments, "$10.5", "B2", *segments, "$10.5"]
-
-
-def test_an_empty_bullet_is_an_empty_segment():
-    session = acted(visit(small_description=["", "x", " \n"]), "search[shirt]", "click[b1]", "click[features]")
-    assert session.segments()[2:] == ["", "x"]
-
-
-def test_an_environment_reports_reward_only_for_a_won_episode(world):
-    task = world.tasks("train")[0]
-    environment = world.make()
-    observation = environment.reset(task)
-    assert observation.admissible == ("search[<your query>]",)
-    assert observation.task == world.goal(task).text
-    assert observation.task not in observation.page
-    environment.step("search[shirt]")
-    opened = environment.step(f"click[{environment.session.shown()[0].asin.lower()}]")
-    assert (opened.reward, opened.done, opened.won, opened.score) == (0.0, False, False, 0.0)
-    bought = environment.step("click[buy now]")
-    assert (bought.done, bought.won, bought.reward) == (True, False, 0.0)
-    assert bought.observation.admissible == ()
-
-
-def test_an_environment_does_not_start_over_by_itself(world):
-    environment = world.make()
-    environment.reset(world.tasks("train")[0])
-    environment.step("search[shirt]")
-    environment.step(f"click[{environment.session.shown()[0].asin.lower()}]")
-    environment.step("click[buy now]")
-    with pytest.raises(MegagentError, match=r"the episode has ended; call reset"):
-        environment.step("search[shirt]")
-
-
-def test_an_environment_wants_a_reset_first(world):
-    with pytest.raises(MegagentError, match=r"call reset\(task\) first"):
-        world.make().step("search[shirt]")
-
-
-def test_a_task_of_another_world_is_refused(world):
-    with pytest.raises(MegagentError, match=r"task webshop-x \(y\) is not one of env.catalog=embedded"):
-        world.make().reset(Task("webshop-x", "train", "y"))
-
-
-def test_an_unknown_panel_is_refused(world):
-    with pytest.raises(MegagentError, match=r"no panel 'dev'; use one of"):
-        world.tasks("dev")
-
-
-def test_visits_of_one_world_do_not_touch_each_other(world):
-    first, second = world.make(), world.make()
-    task = world.tasks("train")[0]
-    first.reset(task)
-    before = second.reset(task)
-    first.step("search[shirt]")
-    assert second.step("nothing").observation == before
-
-
-WORLD = build_webshop(WebShopConfig(page_size=4))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_every_admissible_action_is_carried_out_until_the_purchase(data):
-    environment = WORLD.make()
-    observation = environment.reset(WORLD.tasks("train")[0])
-    for _ in range(12):
-        choices = [action for action in observation.admissible if action != "click[search]"]
-        action = data.draw(st.sampled_from(choices)).replace("<your query>", "soft shirt red")
-        again = action.removeprefix("click[").removesuffix("]") in environment.session.chosen.values()
-        result = environment.step(action)
-        assert again or result.observation != observation
-        assert result.done == (action == "click[buy now]")
-        if result.done:
-            break
-        observation = result.observation
