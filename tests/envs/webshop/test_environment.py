@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagent.envs.base import Task
+from megagent.envs.base import SPLITS, Task
 from megagent.envs.webshop.config import WebShopConfig
+from megagent.envs.webshop.pages import option_labels
+from megagent.envs.webshop.rules import HONEST
 from megagent.envs.webshop.world import build_webshop
 from megagent.errors import MegagentError
 from megagent.rollout.projection import is_admissible
@@ -93,6 +95,30 @@ def test_what_is_not_admissible_changes_nothing(data):
     action = form.format(argument)
     result = environment.step(action)
     assert is_admissible(action, observation.admissible) or (result.observation, result.done) == (observation, False)
+
+
+def clicked_through(world, task):
+    """The result of buying exactly what a task asks for, by clicks only."""
+    goal = world.goal(task)
+    environment = world.make()
+    environment.reset(task)
+    action = f"click[{goal.product.asin.lower()}]"
+    observation = environment.step(f"search[{' '.join(goal.product.title.split())}]").observation
+    while action not in observation.admissible:
+        assert "click[next >]" in observation.admissible, f"no search finds {goal.product.asin}"
+        observation = environment.step("click[next >]").observation
+    environment.step(action)
+    labels = {choice: label for label, choice in option_labels(goal.product, HONEST).items()}
+    for option in goal.options:
+        environment.step(f"click[{labels[option]}]")
+    return environment.step("click[buy now]")
+
+
+def test_buying_exactly_what_was_asked_wins_every_real_goal(data):
+    world = build_webshop(WebShopConfig(catalog=str(data)))
+    tasks = [task for split in SPLITS for task in world.tasks(split)]
+    assert len(tasks) > 6000
+    assert [task.uid for task in tasks if not clicked_through(world, task).won] == []
 
 
 @pytest.fixture(scope="module")
