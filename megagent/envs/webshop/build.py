@@ -146,8 +146,8 @@ def check_out(out: Path, *, overwrite: bool) -> None:
 
 def _watched(reading: Reading, on_progress: Callable[[Progress], None]) -> Iterator[Product]:
     source = reading.source
-    for product in reading:
-        if reading.seen % 256 == 0:
+    for number, product in enumerate(reading):
+        if number % 256 == 0:
             on_progress(Progress("reading", reading.seen, source.read(), source.size))
         yield product
     on_progress(Progress("indexing", reading.seen, source.size, source.size))

@@ -20,7 +20,7 @@ from megagent.envs.webshop.build import EMBEDDED, assemble, open_source
 from megagent.envs.webshop.nouns import RuleTagger
 from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.product_arrays import ProductReader
-from megagent.envs.webshop.source import Reading, Records, find_files, products_of
+from megagent.envs.webshop.source import Reading
 from megagent.envs.webshop.tagger import Tagger
 from megagent.errors import CatalogError
 
@@ -112,23 +112,3 @@ class Catalog(Sequence[Product]):
 
 def _meta(arrays: Mapping[str, np.ndarray], digest: str, noun_source: str) -> dict[str, Any]:
     return {"products": len(arrays["products/asins"]), "digest": digest, "noun_source": noun_source}
-
-
-build_products = products_of
-
-
-def read_folder(folder: str | Path) -> Records:
-    import gzip
-    import json
-
-    content = {}
-    for role, path in find_files(Path(folder)).items():
-        raw = path.read_bytes()
-        content[role] = json.loads(gzip.decompress(raw) if path.name.endswith(".gz") else raw)
-    return Records(
-        content["items"], content["attributes"], content.get("title nouns"), content.get("human instructions")
-    )
-
-
-def sampled_prices(products: Sequence[Product], uniform: Any) -> dict[str, float]:
-    return {p.asin: p.prices[0] if len(p.prices) == 1 else uniform(p.prices[0], p.prices[1]) for p in products}

@@ -20,6 +20,7 @@ from megagent.errors import CatalogError
 _PIECE = 1 << 20  # bytes read at a time
 _LONGEST = 1 << 24  # characters of one element; a string that is never closed must not draw in the whole file
 _SPACE = re.compile(r"[ \t\r\n]*")
+_GOES_ON = ("", *"0123456789.eE+-")
 _DECODE = json.JSONDecoder().raw_decode
 
 
@@ -104,8 +105,9 @@ class JsonFile:
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists a thousand deep
                 self._break(str(error), self._at)
             else:
-                # A number that ends where the piece ends may go on in the next one.
-                if end < len(self._text) or not self._more():
+                # A number that seems to end where the piece ends may go on in the next one: "1." of "1.5".
+                goes_on = isinstance(value, int | float) and self._text[end : end + 1] in _GOES_ON
+                if not goes_on or len(self._text) - self._at > _LONGEST or not self._more():
                     text = self._text[self._at : end]
                     self._at = end
                     return value, text

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megagent.envs.webshop.catalog import Product
 from megagent.envs.webshop.fuzzy import token_set_ratio
 from megagent.envs.webshop.goals import Goal
+from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.rules import Rules
 
 _ALIKE = 85  # token set ratio above which two texts count as the same

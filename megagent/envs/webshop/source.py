@@ -145,7 +145,7 @@ def open_folder(folder: str | Path, scratch: Path | None = None) -> Source:
     while reading.
     """
     folder = Path(folder)
-    paths = find_files(folder)
+    paths = _find_files(folder)
     names = {role: str(path) for role, path in paths.items()}
     broken: dict[str, Findings] = {}
     tables: dict[str, SpilledTable | None] = {}
@@ -188,7 +188,7 @@ def _stream(items: JsonFile, broken: dict[str, Findings], names: Mapping[str, st
         broken["items"].add("file", str(error).removeprefix(f"{items.path}: "))
 
 
-def find_files(folder: Path) -> dict[str, Path]:
+def _find_files(folder: Path) -> dict[str, Path]:
     """Role -> path, of the files that are there."""
     if not folder.is_dir():
         raise CatalogError(

@@ -4,18 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from megagent.envs.webshop.catalog import Product, Records, build_products
 from megagent.envs.webshop.fuzzy import token_set_ratio
 from megagent.envs.webshop.goals import Goal
+from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.reward import purchase_reward
 from megagent.envs.webshop.rules import HONEST, ORIGINAL
+from megagent.envs.webshop.source import Records, products_of
 
 from .conftest import entry, item
 
 
 @pytest.fixture
 def shirt() -> Product:
-    return build_products(Records([item("B1")], {"B1": entry()}))[0]
+    return products_of(Records([item("B1")], {"B1": entry()}))[0]
 
 
 def goal_of(product: Product, *options: tuple[str, str], attributes=("washable",), price_upper=20.0) -> Goal:
