@@ -76,8 +76,16 @@ class SearchIndex:
         asked = self._asked(query)
         if not asked or most < 1:
             return []
-        small = len(self._positions) <= _SMALL
-        found, scores = self._score_all(asked) if small else self._score_best(asked, most)
+        if len(self._positions) <= _SMALL:
+            return self._ordered(*self._score_all(asked), most)
+        return self._ordered(*self._score_best(asked, most), most)
+
+    def search_all(self, query: str, most: int = MOST_RESULTS) -> list[int]:
+        """As `search`, always by scoring every holder of a term: the slow way that the fast one is held against."""
+        return self._ordered(*self._score_all(self._asked(query)), most)
+
+    def _ordered(self, found: NDArray[Any], scores: NDArray[np.float32], most: int) -> list[int]:
+        # Documents are numbered by asin, and the sort is stable: so are ties.
         best = found[np.argsort(-scores, kind="stable")[:most]]
         return self._positions[best].tolist()
 

@@ -226,7 +226,8 @@ TITLES = st.lists(RARITIES, max_size=9).map(" ".join)
 )
 def test_pruned_search_finds_what_exhaustive_search_finds(texts, query, most):
     index = SearchIndex.of(products_of(*texts))
-    whole = index.search(query, most)
+    whole = index.search_all(query, most)
+    assert index.search(query, most) == whole
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(searching, "_SMALL", -1)
         assert index.search(query, most) == whole
@@ -234,14 +235,14 @@ def test_pruned_search_finds_what_exhaustive_search_finds(texts, query, most):
 
 
 def test_pruned_search_finds_what_exhaustive_search_finds_in_thousands(monkeypatch):
+    monkeypatch.setattr(searching, "_SMALL", -1)
     rng = np.random.default_rng(0)
     words = np.array([f"w{number}" for number in range(300)])
     ranks = np.minimum(rng.zipf(1.3, size=(12_000, 12)) - 1, 299)
     index = SearchIndex.of(products_of(*(" ".join(row) for row in words[ranks])))
-    queries = [" ".join(words[np.minimum(rng.zipf(1.2, size=rng.integers(1, 9)) - 1, 299)]) for _ in range(60)]
-    whole = [index.search(query) for query in queries]
-    monkeypatch.setattr(searching, "_SMALL", -1)
-    assert [index.search(query) for query in queries] == whole
+    for _ in range(60):
+        query = " ".join(words[np.minimum(rng.zipf(1.2, size=rng.integers(1, 9)) - 1, 299)])
+        assert index.search(query) == index.search_all(query), query
 
 
 def test_an_index_built_in_runs_and_buckets_is_the_same(tmp_path, monkeypatch):
