@@ -87,6 +87,8 @@ def _terminated(number: int, frame: object) -> None:
     # Handed on as SIGINT: an event loop that is running cancels its tasks for that one, and for no other.
     global _termination
     _termination = True
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script started the command with &
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 

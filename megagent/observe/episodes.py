@@ -29,8 +29,16 @@ class RecordedStep:
     prompt: str  # "" where the prompts were not recorded as text
     response: str
     action: str
-    valid: bool
+    parsed: bool  # the reply had the form that was asked for
+    admissible: bool  # the page offered the action
+    valid: bool  # what the penalty went by
     reward: float
+
+    @property
+    def fault(self) -> str:
+        """What was wrong with the reply, in words; empty if nothing was."""
+        faults = [] if self.parsed else ["the reply does not parse"]
+        return ", ".join(faults if self.admissible else [*faults, "the page does not offer the action"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,8 @@ def _step(index: int, step: Step, decode: Decode | None) -> dict[str, Any]:
         **prompt,
         "response": step.text,
         "action": step.action,
+        "parsed": step.parsed,
+        "admissible": step.admissible,
         "valid": step.valid,
         "reward": step.reward,
         "prompt_tokens": len(step.prompt_ids),
@@ -134,6 +144,8 @@ def _recorded_step(number: int, record: Any, where: str) -> RecordedStep:
         prompt=_field(record, "prompt", str, where) if isinstance(record, dict) and "prompt" in record else "",
         response=_field(record, "response", str, where),
         action=_field(record, "action", str, where),
+        parsed=_field(record, "parsed", bool, where),
+        admissible=_field(record, "admissible", bool, where),
         valid=_field(record, "valid", bool, where),
         reward=_field(record, "reward", float, where),
     )

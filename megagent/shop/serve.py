@@ -110,8 +110,6 @@ class WebServer(socketserver.ThreadingMixIn, HTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: WebServer
     protocol_version = "HTTP/1.1"
-    server_version = "megagent"
-    sys_version = ""
     timeout = IDLE_S
 
     def do_GET(self) -> None:
@@ -187,6 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
+
+    def version_string(self) -> str:
+        return "megagent"
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the base class's name)
         pass  # a person who clicks does not want a line a click

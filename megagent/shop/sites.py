@@ -140,7 +140,7 @@ class ReplaySite:
     def _shown(episode: RecordedEpisode) -> Any:
         record = asdict(episode) | {"verdict": episode.verdict}
         for step, shown in zip(episode.steps, record["steps"], strict=True):
-            shown["segments"] = segments_of(step.page)
+            shown |= {"segments": segments_of(step.page), "fault": step.fault}
         return all_visible(record)
 
 

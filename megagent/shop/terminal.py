@@ -82,9 +82,9 @@ def recorded_step(episode: RecordedEpisode, step: RecordedStep) -> RenderableTyp
         style = "reverse" if segment.lower() == clicked else ""
         page.append(visible(segment), style=style).append("\n")
     page.rstrip()
-    action = Text.assemble(("action  ", "dim"), (visible(step.action), "bold" if step.valid else "bold yellow"))
-    if not step.valid:
-        action.append("  (invalid)", style="yellow")
+    action = Text.assemble(("action  ", "dim"), (visible(step.action), "bold yellow" if step.fault else "bold"))
+    if step.fault:
+        action.append(f"  ({step.fault})", style="yellow")
     if step.reward:
         action.append(f"  reward {step.reward:g}", style="green")
     reply = Text.assemble(("reply   ", "dim"), visible(step.response))

@@ -152,11 +152,11 @@ function showStep() {
   show("outcome", last);
   write("verdict", episode.verdict);
   at("outcome").className = episode.won ? "won" : "lost";
-  fill("moves", episode.steps.slice(0, place + 1).map((done) => make("li", done.action, done.valid ? "" : "refused")));
+  fill("moves", episode.steps.slice(0, place + 1).map((done) => make("li", done.action, done.fault ? "refused" : "")));
   if (!step) return;
   const clicked = step.action.replace(/^click\[(.*)\]$/s, "$1");
   const mark = (text) => (text.toLowerCase() === clicked ? "clicked" : "");
-  write("heading", `Action: ${step.action}${step.valid ? "" : " (invalid)"}`);
+  write("heading", `Action: ${step.action}${step.fault && ` (${step.fault})`}`);
   fill("texts", step.segments.map((text) => make("p", text, mark(text))));
   write("step", step.reward ? `reward ${step.reward}` : "");
   write("observation", step.prompt || step.page);
