@@ -43,7 +43,7 @@ class _Asked:
 
 
 class SearchIndex:
-    """Searches the arrays of `IndexBuilder.finish`, in memory or memory-mapped. Not to be shared by threads."""
+    """Searches the arrays of `IndexBuilder.finish`, in memory or memory-mapped."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         # Plain views: slices of np.memmap objects cost ten times as much.
@@ -57,7 +57,6 @@ class SearchIndex:
         self._documents = np.asarray(arrays["search/documents"])
         self._codes = np.asarray(arrays["search/codes"])
         self._levels = np.asarray(arrays["search/levels"])
-        self._sums: NDArray[np.float32] | None = None  # [documents], all zero between two searches
 
     @classmethod
     def of(cls, products: Iterable[Product]) -> SearchIndex:
@@ -136,9 +135,7 @@ class SearchIndex:
 
     def _candidates(self, asked: Sequence[_Asked], most: int) -> NDArray[np.int32]:
         """Documents, ascending, that hold at least the best `most` by score."""
-        if self._sums is None:
-            self._sums = np.zeros(len(self._positions), dtype=np.float32)
-        sums = self._sums
+        sums = np.zeros(len(self._positions), dtype=np.float32)
         order = sorted(asked, key=lambda term: -term.bound)
         slack = 1 - _SLACK * (len(order) + 2)
         total = ahead = sum(term.bound for term in order)  # ahead: the most that a document not yet met can score
@@ -156,7 +153,6 @@ class SearchIndex:
                 bar = max(bar, self._probe(sums, term.documents, order[scanned:], most))
         found = np.flatnonzero(sums >= max(bar * slack - ahead, _ABOVE_ZERO)).astype(np.int32)
         own = sums[found]
-        sums.fill(0)
         for term in order[scanned:]:
             places, hits = _lookup(term.documents, found)
             own[hits] += self._points(term, term.codes[places])
