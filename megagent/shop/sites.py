@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from megagent.errors import MegagentError
 from megagent.observe.episodes import RecordedEpisode
-from megagent.shop.explain import explain
 from megagent.shop.page import segments_of
 from megagent.shop.text import all_visible, visible
 from megagent.shop.visit import OpenShop, Visit
@@ -147,5 +146,5 @@ class ReplaySite:
 def _outcome(visit: Visit) -> dict[str, Any] | None:
     if visit.outcome is None:
         return None
-    parts = all_visible([asdict(part) for part in explain(visit.outcome.reward)])
+    parts = all_visible([asdict(part) for part in visit.outcome.parts])
     return {"score": visit.outcome.score, "won": visit.outcome.won, "parts": parts}

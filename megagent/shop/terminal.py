@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from megagent.observe.episodes import RecordedEpisode, RecordedStep
-from megagent.shop.explain import explain
 from megagent.shop.page import Button, segments_of
 from megagent.shop.text import visible
 from megagent.shop.visit import Outcome, Visit
@@ -66,8 +65,9 @@ def history_table(visit: Visit) -> RenderableType:
 def outcome_panel(outcome: Outcome) -> RenderableType:
     """The score, each component of it explained."""
     table = Table("component", "met", "of the score", "why", box=None)
-    for part in explain(outcome.reward):
-        table.add_row(Text(part.component), Text(part.met), f"{part.share:.2f}", Text(visible(part.sentence)))
+    for part in outcome.parts:
+        share = "" if part.share is None else f"{part.share:.3f}"
+        table.add_row(part.component, part.met, share, Text(visible(part.sentence)))
     verdict = "won: all that was asked for" if outcome.won else "not won: a win takes the whole score"
     style = "bold green" if outcome.won else "bold yellow"
     heading = Text(f"Score {outcome.score:.3f} of 1 ({verdict})", style=style)
@@ -120,7 +120,7 @@ def _latest(visit: Visit) -> Text | None:
 
 
 def _button(button: Button, number: int) -> Text:
-    label = Text.assemble((f"[{number}] ", "cyan"), button.label)
+    label = Text.assemble((f"[{number}]\u00a0", "cyan"), button.label)
     if button.selected:
         label.append(" *selected*", style="bold green")
     return label

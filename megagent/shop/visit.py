@@ -11,9 +11,9 @@ from megagent.envs import build_world
 from megagent.envs.base import SPLITS, Split, Task, World
 from megagent.envs.webshop.config import EMBEDDED, WebShopConfig
 from megagent.envs.webshop.environment import WebShopEnvironment
-from megagent.envs.webshop.reward import Reward
 from megagent.errors import ConfigError, MegagentError
 from megagent.rollout.projection import is_admissible
+from megagent.shop.explain import Part, explain
 from megagent.shop.page import Page, page_of
 
 LONGEST_ACTION = 2000  # characters
@@ -47,7 +47,7 @@ class Outcome:
 
     score: float  # 0 to 1
     won: bool
-    reward: Reward
+    parts: tuple[Part, ...]  # what the score is made of
 
 
 class Visit:
@@ -85,9 +85,10 @@ class Visit:
         self.steps += 1
         self.moves.append(move)
         if result.done:
-            if session.reward is None:
-                raise MegagentError("the environment ended the episode without a purchase")
-            self.outcome = Outcome(result.score, result.won, session.reward)
+            assert session.item is not None
+            assert session.reward is not None
+            parts = explain(session.goal, session.item, session.chosen, session.shop.rules, session.reward)
+            self.outcome = Outcome(result.score, result.won, tuple(parts))
         self.observation = result.observation
         self.page = page_of(session, self.observation)
         return move

@@ -33,7 +33,7 @@ def test_a_person_shops_by_clicking_and_sees_the_score_explained(tab: Tab) -> No
         for action in way_to_win(shop, 5):
             tab.act(action)
         assert "Score 1.000 of 1 (won" in tab.text("#verdict")
-        assert tab.value("[...document.querySelectorAll('#parts tbody tr')].length") == 3
+        assert tab.value("[...document.querySelectorAll('#parts tbody tr')].length") == 4
         assert "attributes" in tab.text("#parts")
         assert tab.value("document.querySelectorAll('#buttons button, #offers button').length") == 0
 

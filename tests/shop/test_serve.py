@@ -35,7 +35,7 @@ def test_buying_what_was_asked_scores_1_and_every_component_is_explained(shop: O
         visit = client.post(f"api/visits/{visit['visit']}/actions", {"action": action})
     outcome = visit["outcome"]
     assert (outcome["score"], outcome["won"]) == (1.0, True)
-    assert sum(part["share"] for part in outcome["parts"]) == pytest.approx(1.0)
+    assert sum(part["share"] or 0.0 for part in outcome["parts"]) == pytest.approx(1.0)
     assert all(part["sentence"] for part in outcome["parts"])
 
 

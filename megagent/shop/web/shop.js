@@ -111,7 +111,8 @@ function showOutcome(outcome) {
   at("outcome").className = outcome.won ? "won" : "lost";
   const rows = outcome.parts.map((part) => {
     const row = make("tr");
-    row.append(...[part.component, part.met, part.share.toFixed(2), part.sentence].map((text) => make("td", text)));
+    const share = part.share === null ? "" : part.share.toFixed(3);
+    row.append(...[part.component, part.met, share, part.sentence].map((text) => make("td", text)));
     return row;
   });
   at("parts").tBodies[0].replaceChildren(...rows);
