@@ -134,10 +134,11 @@ class Run:
         self.recorder.iteration(iteration, self.metrics)
 
     def validate(self, iteration: int) -> None:
-        """One episode of each of the first trainer.val_tasks held-out tasks; again greedily if trainer.val_greedy."""
+        """One episode of each of trainer.val_tasks held-out tasks; again greedily if trainer.val_greedy."""
         trainer = self.config.trainer
-        panel = self.world.tasks("validation")
-        tasks = [panel[index] for index in range(min(trainer.val_tasks, len(panel)))]
+        count = min(trainer.val_tasks, len(self.world.tasks("validation")))
+        number = 1 + -(-iteration // trainer.test_freq)  # one validation before the first iteration
+        tasks = self.world.draw("validation", count, trainer.seed, number)
         temperatures = [trainer.val_temperature] + ([0.0] if trainer.val_greedy else [])
         metrics: dict[str, float] = {}
         for temperature in dict.fromkeys(temperatures):

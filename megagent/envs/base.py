@@ -17,6 +17,7 @@ from megagent.errors import ConfigError
 
 Split = Literal["warmup", "train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("warmup", "train", "validation", "test")
+HELD_OUT: tuple[Split, ...] = ("validation", "test")  # never trained on
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,10 @@ class World(Protocol):
         ...
 
     def draw(self, split: Split, count: int, seed: int, iteration: int) -> list[Task]:
-        """The `count` tasks that iteration 1, 2, ... plays, the same for the same seed. Usually `draw_tasks`."""
+        """The `count` tasks that iteration 1, 2, ... plays, the same for the same seed. Usually `draw_tasks`.
+
+        Of a held-out panel, iteration is the number of the validation, from 1.
+        """
         ...
 
     def make(self) -> Environment:
@@ -113,8 +117,11 @@ def draw_tasks(tasks: Sequence[Task], count: int, seed: int, iteration: int) -> 
     """`count` tasks of iteration 1, 2, ...: passes over `tasks` in a new order each, cut into iterations.
 
     A task comes again only after all others have come, and twice in one iteration only if there are fewer than `count`.
-    Stateless: what an iteration plays follows from the seed, so a resumed run continues.
+    Stateless: what an iteration plays follows from the seed, so a resumed run continues. A held-out panel is not passed
+    over: every validation plays its first `count` tasks, so that their figures can be compared.
     """
+    if tasks[0].split in HELD_OUT:
+        return [tasks[index] for index in range(min(count, len(tasks)))]
     first = (iteration - 1) * count
     chosen: list[Task] = []
     while len(chosen) < count:

@@ -25,3 +25,9 @@ def test_a_resumed_run_draws_what_an_unbroken_one_would() -> None:
     tasks = panel(20)
     assert draw_tasks(tasks, 6, seed=3, iteration=5) == draw_tasks(tasks, 6, seed=3, iteration=5)
     assert draw_tasks(tasks, 6, seed=3, iteration=5) != draw_tasks(tasks, 6, seed=4, iteration=5)
+
+
+def test_every_validation_plays_the_same_tasks() -> None:
+    held_out = [Task(uid=f"t{index}", split="validation", key=str(index)) for index in range(20)]
+    assert draw_tasks(held_out, 6, seed=3, iteration=5) == held_out[:6]
+    assert draw_tasks(held_out, 60, seed=4, iteration=1) == held_out

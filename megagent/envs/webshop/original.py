@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megagent.envs.base import Split, Task
+from megagent.envs.base import HELD_OUT, Split, Task
 from megagent.envs.webshop import goals
 from megagent.envs.webshop.deal import Prices, as_bound, draw_bounds, draw_prices
 from megagent.envs.webshop.goals import Goal
@@ -30,7 +30,7 @@ from megagent.errors import CatalogError
 if TYPE_CHECKING:
     from megagent.envs.webshop.catalog import Catalog
 
-HELD_OUT = 500  # places at the head of every list
+HELD_OUT_PLACES = 500  # places at the head of every list
 HELD_OUT_SEED = 1000  # what the seed of a run is raised by for the workers that validate
 
 _UID = re.compile(r"verl-agent-(\d+)-(\d+)")
@@ -198,8 +198,11 @@ class OriginalPanels:
         self._streams: dict[tuple[Split, int, int], tuple[int, np.random.RandomState]] = {}
 
     def tasks(self, split: Split) -> SeededTasks:
-        """The places of a panel in the list of the first worker of a run with seed 0."""
-        return SeededTasks(self.goals, HELD_OUT_SEED if is_held_out(split) else 0, self._places(split), split)
+        """The places of a panel in the list of the first worker of a run with seed 0.
+
+        verl-agent has two panels: warm-up is training here, and test is validation.
+        """
+        return SeededTasks(self.goals, HELD_OUT_SEED if split in HELD_OUT else 0, self._places(split), split)
 
     def draw(self, split: Split, count: int, seed: int, iteration: int) -> list[Task]:
         """The tasks of the `iteration`-th reset (from 1) of `count` groups in a run with `seed`; group i has seed + i.
@@ -212,7 +215,7 @@ class OriginalPanels:
                 f"env.compat=verl_agent: {count} tasks at once cannot be drawn from the {len(places)} of the {split} "
                 "panel; draw fewer tasks an iteration, or use a larger catalogue"
             )
-        first = seed + HELD_OUT_SEED if is_held_out(split) else seed
+        first = seed + HELD_OUT_SEED if split in HELD_OUT else seed
         # One stream for the whole run: an iteration's draw comes after those of all earlier ones.
         done, rng = self._streams.pop((split, count, first), (iteration, np.random.RandomState(first)))
         if done >= iteration:
@@ -235,11 +238,6 @@ class OriginalPanels:
         return self.goals.prices(seed)
 
     def _places(self, split: Split) -> range:
-        """Which places of a list belong to a panel: training takes what is not held out, and so does the warm-up."""
+        """Which places of a list belong to a panel."""
         total = len(self.goals)
-        return range(min(HELD_OUT, total)) if is_held_out(split) else range(min(HELD_OUT, total), total)
-
-
-def is_held_out(split: Split) -> bool:
-    """Whether verl-agent calls it validation; it has no third panel."""
-    return split in ("validation", "test")
+        return range(min(HELD_OUT_PLACES, total)) if split in HELD_OUT else range(min(HELD_OUT_PLACES, total), total)

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megagent.envs.webshop.original import HELD_OUT, OriginalGoals, OriginalPanels
+from megagent.envs.webshop.original import HELD_OUT_PLACES, OriginalGoals, OriginalPanels
 from megagent.envs.webshop.product import HumanInstruction
 from megagent.errors import CatalogError
 
@@ -47,9 +47,9 @@ def test_the_same_place_means_another_goal_and_another_price_under_another_seed(
 
 def test_a_held_out_goal_is_trained_on_under_another_seed(panels):
     """The leak of the original, which env.compat=verl_agent keeps."""
-    held_out = {(goal.product.asin, goal.options) for goal in panels.goals.of_seed(1000)[:HELD_OUT]}
+    held_out = {(goal.product.asin, goal.options) for goal in panels.goals.of_seed(1000)[:HELD_OUT_PLACES]}
     trained = {
-        (goal.product.asin, goal.options) for seed in range(16) for goal in panels.goals.of_seed(seed)[HELD_OUT:]
+        (goal.product.asin, goal.options) for seed in range(16) for goal in panels.goals.of_seed(seed)[HELD_OUT_PLACES:]
     }
     assert len(held_out & trained) > 0.9 * len(held_out)
 
