@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from rich import filesize
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
@@ -38,12 +39,16 @@ def summary(built: Built) -> list[str]:
     """What a build did, in lines."""
     lines = [text for text in (built.faults, built.notes) if text]
     if built.dropped:
-        lines.append(f"{built.dropped:,} products with faults were left out (--skip-bad)")
+        lines.append(f"{_products(built.dropped)} with faults {'was' if built.dropped == 1 else 'were'} left out")
     return [
         *lines,
-        f"{built.path}: {built.products:,} products, {built.size / 1e6:,.1f} MB, in {built.seconds:,.1f} s",
+        f"{built.path}: {_products(built.products)}, {filesize.decimal(built.size)}, in {built.seconds:,.1f} s",
         f"nouns of titles: {built.noun_source}; digest of the products: {built.digest[:16]}",
     ]
+
+
+def _products(count: int) -> str:
+    return f"{count:,} product{'' if count == 1 else 's'}"
 
 
 class _Display:

@@ -39,14 +39,15 @@ _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,
 class Findings:
     """What is wrong with one file, or worth a note: all of it counted, the first lines kept."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, shown: int = _SHOWN) -> None:
         self.source = source
         self.count = 0
+        self._shown = shown
         self._lines: list[str] = []
 
     def add(self, where: str, what: str) -> None:
         self.count += 1
-        if len(self._lines) < _SHOWN:
+        if len(self._lines) < self._shown:
             self._lines.append(f"{where}: {what}")
 
     def report(self, noun: str = "fault") -> str:

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from megagent.envs.webshop.checks import Entry, Findings, Place, check_entry, check_human, check_item, kind, shown
+from megagent.envs.webshop.deal import MOST_CHOICES
+from megagent.envs.webshop.goals import asks, choices
 from megagent.envs.webshop.json_stream import JsonFile
 from megagent.envs.webshop.nouns import RuleTagger
 from megagent.envs.webshop.product import HumanInstruction, Product
@@ -38,6 +40,7 @@ _STEMS: dict[str, str] = {  # role -> how the name of its file begins
 _NEEDED = ("items", "attributes")
 _ASIN_LENGTH = 10
 _IN_MEMORY = 32 << 20  # bytes of a table that are kept in memory; more goes to disk
+_NOTES = 3  # shown of what is noted; there may be one on every twentieth product
 _TITLES = 256  # tagged at once: taggers are far faster on many
 _HASH = (1 << 64) - 1
 
@@ -235,7 +238,7 @@ class Reading:
         self.source = source
         self.dropped = 0  # products with a fault
         self.seen = 0  # records
-        self.notes = Findings(source.names["items"])
+        self.notes = Findings(source.names["items"], _NOTES)
         self._tagger = tagger
         self._skip_bad = skip_bad
         self._faults = {role: Findings(name) for role, name in source.names.items()}
@@ -304,7 +307,12 @@ class Reading:
             return None
         self._positions[asin] = position
         entry, human, nouns = self._table_entries(asin)
-        return check_item(item, asin, entry, nouns or (), human, place), nouns is not None
+        product = check_item(item, asin, entry, nouns or (), human, place)
+        if asks(product) and (goals := choices(product.options)) > MOST_CHOICES:
+            place.fault(
+                f"its options combine to {goals:,} goals, and {MOST_CHOICES:,} are the most; remove some of them"
+            )
+        return product, nouns is not None
 
     def _table_entries(self, asin: str) -> tuple[Entry, tuple[HumanInstruction, ...], tuple[str, ...] | None]:
         source, where = self.source, f"product {asin}"

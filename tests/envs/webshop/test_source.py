@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,13 @@ def test_titles_are_tagged_in_order_whatever_the_batches(monkeypatch):
 
 def test_a_second_product_with_the_same_asin_is_a_fault():
     assert "product 1 (B1): asin is that of product 0 too" in faults_of(Records([item("B1"), item("B1")], ENTRIES))
+
+
+def test_options_that_combine_to_too_many_goals_are_a_fault():
+    options = {f"o{number}": [{"value": f"v{value}"} for value in range(11)] for number in range(6)}
+    records = Records([item("B1", customization_options=options)], ENTRIES)
+    assert "product 0 (B1): its options combine to 1,771,561 goals" in faults_of(records)
+    assert products_of(replace(records, attributes={"B1": {"attributes": []}}))  # nobody asks for it
 
 
 def test_all_faults_of_all_files_are_reported_together():
