@@ -1,4 +1,5 @@
-"""Scripted shoppers that know the shop by heart and still make mistakes: demonstrations for a warm start."""
+"""Scripted shoppers: one that knows the shop by heart and still makes mistakes, for demonstrations, and one that reads
+the task and buys the first thing it finds, as a baseline for real products."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megagent.envs.base import Observation, Task
+from megagent.envs.base import Observation, StepResult, Task
 from megagent.envs.webshop import pages
+from megagent.envs.webshop.environment import WebShopEnvironment
 from megagent.envs.webshop.goals import NO_BOUND, Goal
 from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.reward import purchase_reward
+from megagent.envs.webshop.rules import Rules
 from megagent.envs.webshop.session import Session
 from megagent.envs.webshop.world import WebShopWorld
 
@@ -134,6 +137,33 @@ def demonstrations(
         if not order:
             order = rng.sample(list(tasks), len(tasks))
         yield shopper.shop(order.pop(), rng)
+
+
+def first_hit(environment: WebShopEnvironment, task: Task) -> StepResult:
+    """The end of an episode of a shopper that knows no more than an agent, and hardly thinks.
+
+    It searches for the words of the task, opens the first product, selects what the task names and buys. Where nothing
+    is found the episode stays unfinished.
+    """
+    wish = environment.reset(task).task
+    result = environment.step(f"search[{' '.join(wish.split())}]")
+    session = environment.session
+    for product in session.shown()[:1]:
+        environment.step(f"click[{product.asin.lower()}]")
+        for label in named_in(wish, product, session.shop.rules):
+            environment.step(f"click[{label}]")
+        result = environment.step(f"click[{pages.BUY.lower()}]")
+    return result
+
+
+def named_in(wish: str, product: Product, rules: Rules) -> list[str]:
+    """The labels of the options that a task's wording names, one for each option: the longest where several fit."""
+    words = wish.lower()
+    best: dict[str, tuple[int, str]] = {}
+    for label, (name, value) in pages.option_labels(product, rules).items():
+        if f"{name}: {value}" in words or f"{name} {value}" in words:
+            best[name] = max(best.get(name, (-1, "")), (len(value), label))
+    return [label for _, label in best.values()]
 
 
 def _thing(goal: Goal, kind: str) -> str:

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
-from megagent.envs.webshop.shopper import PERFECT, Mistakes, demonstrations
+from dataclasses import replace
+from types import SimpleNamespace
+
+from megagent.envs.webshop.rules import HONEST
+from megagent.envs.webshop.shopper import PERFECT, Mistakes, demonstrations, first_hit, named_in
+
+from .visits import visit
 
 
 def shopped(world, episodes=400, mistakes=None, seed=0, split="warmup"):
@@ -54,3 +60,24 @@ def test_tasks_are_used_about_equally_often(world):
     tasks = world.tasks("warmup")
     uids = [episode.task.uid for episode in shopped(world, 2 * len(tasks), PERFECT)]
     assert all(uids.count(task.uid) == 2 for task in tasks)
+
+
+def test_the_first_hit_is_opened_what_the_task_names_is_selected_and_bought(world):
+    tasks = world.tasks("test")[:40]
+    environment = world.make()
+    for task in tasks:
+        result = first_hit(environment, task)
+        assert result.done
+        assert environment.session.chosen == dict(world.goal(task).options)
+
+
+def test_a_shopper_that_finds_nothing_buys_nothing(world, monkeypatch):
+    monkeypatch.setattr(world.shop, "index", SimpleNamespace(search=lambda query, most: []))
+    result = first_hit(world.make(), world.tasks("test")[0])
+    assert (result.done, result.score) == (False, 0.0)
+
+
+def test_of_the_values_that_a_task_names_the_longest_is_meant():
+    options = {"size": ("9", "9 wide"), "color": ("red",), "fit": ("slim",)}
+    product = replace(visit().goal.product, options=options)
+    assert named_in("shoes with size: 9 Wide, and color: red", product, HONEST) == ["9 wide", "red"]
