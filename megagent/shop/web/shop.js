@@ -96,11 +96,13 @@ function showVisit(answer) {
   fill("offers", open ? page.offers.map(offer) : []);
   write("step", open ? `step ${answer.steps + 1}; it has ${answer.max_steps}` : "");
   write("observation", answer.observation);
+  show("admissible-part", open);
   fill("admissible", answer.admissible.map((action) => make("li", action)));
   const moves = answer.moves.map((move) => make("li", move.action, move.admissible ? "" : "refused"));
   fill("moves", moves);
   at("moves").start = answer.steps - moves.length + 1;
   showOutcome(answer.outcome);
+  window.scrollTo(0, 0);
 }
 
 function showOutcome(outcome) {
