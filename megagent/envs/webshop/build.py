@@ -7,6 +7,7 @@ folder without one, and the next build removes it. The file itself is put in pla
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -157,12 +158,14 @@ def _watched(reading: Reading, on_progress: Callable[[Progress], None]) -> Itera
 def _scratch_folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` that is gone afterwards, with those that killed builds have left."""
     prefix = f".{out.name}.build-"
-    for left in out.parent.glob(f"{prefix}*"):
+    for left in out.parent.glob(f"{glob.escape(prefix)}*"):
         _remove_stale(left)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
     try:
         with _lock(folder / "lock"):
             yield folder
+    except OSError as error:
+        raise CatalogError(f"{out}: cannot be written ({error.strerror}); make room in {out.parent}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

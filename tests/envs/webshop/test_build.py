@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -108,6 +109,16 @@ def test_an_interrupt_leaves_the_old_catalogue_and_no_scratch(tmp_path, folder):
         build_catalog(folder, out, skip_bad=True, overwrite=True, on_progress=interrupt)
     assert out.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["source", "x.shop"]
+
+
+def test_a_full_disk_is_told_in_a_sentence(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(build, "write_arrays", full)
+    with pytest.raises(CatalogError, match=r"x.shop: cannot be written \(No space left on device\); make room in"):
+        build_catalog("embedded", tmp_path / "x.shop")
+    assert os.listdir(tmp_path) == []
 
 
 def test_scratch_of_a_dead_build_is_removed_and_that_of_a_living_one_kept(tmp_path):
