@@ -172,7 +172,7 @@ def open_run(config: Config) -> Iterator[Run]:
         world = build_world(config.env)
         tokenizer = load_tokenizer(config.model.path)
         _check_first_prompts(world, PromptBuilder(config.env, config.rollout, tokenizer))
-        folder = stack.enter_context(RunFolder.create(config))
+        folder = stack.enter_context(RunFolder.create(config, world.digest))
         recorder = stack.enter_context(Recorder(folder, config, tokenizer.decode))
         with recorder.phase("start"):
             stack.enter_context(ray_session(config))

@@ -19,7 +19,9 @@ from megagent.cluster.placement import Placement
 from megagent.cluster.ranks import RankGroup
 from megagent.cluster.session import ray_session
 from megagent.config import Config
-from megagent.envs.base import World, build_world
+from megagent.envs.base import build_world
+from megagent.envs.webshop.world import WebShopWorld
+from megagent.errors import ConfigError
 from megagent.model_source import BUILTIN, model_folder
 from megagent.observe.console import Console
 from megagent.parallel import platform
@@ -37,6 +39,8 @@ def main(config: Config) -> None:
     """
     output = Path(config.sft.output).expanduser()
     world = build_world(config.env)
+    if not isinstance(world, WebShopWorld):
+        raise ConfigError([f"env.name={config.env.name}: there are scripted episodes of webshop only; use env=webshop"])
     output.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".megagent-sft-", dir=output.parent)))
@@ -57,7 +61,7 @@ def main(config: Config) -> None:
         console.note(f"warm-started model: {output}")
 
 
-def _learn(config: Config, world: World, start: Path, ranks: RankGroup, console: Console) -> None:
+def _learn(config: Config, world: WebShopWorld, start: Path, ranks: RankGroup, console: Console) -> None:
     tokenizer = AutoTokenizer.from_pretrained(start)
     with console.phase("warm start", config.sft.steps) as advance:
         for step, rows in enumerate(supervised_batches(config, world, tokenizer, config.trainer.seed), start=1):
@@ -67,7 +71,7 @@ def _learn(config: Config, world: World, start: Path, ranks: RankGroup, console:
                 console.note(f"step {step:5d}  loss {metrics['sft/loss']:.4f}  lr {metrics['sft/lr']:.2e}")
 
 
-def _new_model(config: Config, world: World, folder: Path) -> Path:
+def _new_model(config: Config, world: WebShopWorld, folder: Path) -> Path:
     """An untrained tiny model with a tokenizer of the world's language."""
     tokenizer = train_tokenizer(demonstration_texts(config, world, config.trainer.seed))
     write_model(folder, tokenizer, fresh_weights(config.trainer.seed), torch.float32)

@@ -16,6 +16,7 @@ from megagent.config import Config, as_yaml
 from megagent.config_check import RANGES, values
 from megagent.config_load import configs_dir, load, read, schema_keys
 from megagent.envs import WORLDS
+from megagent.envs.sokoban import SokobanConfig
 from megagent.envs.webshop.config import WebShopConfig
 from megagent.errors import ConfigError, MegagentError
 from megagent.model_source import KNOWN, hf_config_of, model_folder
@@ -122,7 +123,31 @@ def test_every_number_that_an_environment_adds_has_a_range(name: str) -> None:
 
 
 def test_an_environment_has_its_own_keys() -> None:
-    assert isinstance(load(["env=webshop"]).env, WebShopConfig)
+    env = load(["env=sokoban", "env.boxes=2"]).env
+    assert isinstance(env, SokobanConfig)
+    assert (env.name, env.boxes, env.rollout.n) == ("sokoban", 2, 8)
+
+
+def test_the_keys_of_another_environment_are_refused() -> None:
+    assert only_problem("env=sokoban", "env.page_size=4") == (
+        "env.page_size: not a key of this environment but of webshop; choose it with env=<file of configs/env>"
+    )
+
+
+def test_a_mistyped_environment_causes_no_complaints_about_its_keys() -> None:
+    assert only_problem("env=sokoban", "env.name=sokobam", "env.boxes=2").startswith("env.name=sokobam: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("env.moves=20", "env.moves=20: an episode ends after env.max_steps=15"),
+        ("env.boxes=6", "env.boxes=6: too many for a room of env.size=6"),
+        ("env.size=4", "env.size=4: must be a number, at least 5 and at most 20"),
+    ],
+)
+def test_values_of_an_environment_must_fit_each_other(override: str, sentence: str) -> None:
+    assert sentence in only_problem("env=sokoban", override)
 
 
 # --- faults of form --------------------------------------------------------------------------------------------------
@@ -145,7 +170,7 @@ def test_an_environment_has_its_own_keys() -> None:
         ("env.rollout=3", "env.rollout=3: env.rollout is a section; set its keys (env.rollout.n, ...)"),
         ("trainer.seed.x=3", "trainer.seed={'x': 3}: must be a whole number"),
         ("parallel=tp9", "parallel=tp9: configs/parallel has no such choice"),
-        ("experiment=webshop_tini", "it has webshop_gigpo, webshop_gigpo_7b, webshop_tiny"),
+        ("experiment=webshop_tini", "it has sokoban_tiny, webshop_gigpo, webshop_gigpo_7b, webshop_tiny"),
         ("experiment=webshop_tini", "(did you mean webshop_tiny?)"),
         ("trainer={lr: 3}", "trainer={'lr': 3}: configs/trainer has no such choice"),
         ("rollout.tp=1,2", "rollout.tp=1,2: several values, but a run has one configuration"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ def test_a_run_leaves_everything_its_folder_promises(plain: LiveRun) -> None:
     assert_trained(plain)
     folder = plain.folder
     assert "webshop_tiny" in (folder / "config.yaml").read_text()
+    assert len(json.loads((folder / "world.json").read_text())["digest"]) == 64
     assert list((folder / "tensorboard").glob("events.*"))
     assert (folder / "checkpoints" / "latest").exists()
     recorded = sorted(path.name for path in (folder / "episodes").iterdir())
@@ -140,6 +142,43 @@ def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ..
     run = finished(tmp_path / "run", *overrides)
     assert_trained(run)
     assert run.leftovers(within_s=10) == []
+
+
+def test_another_environment_is_trained_by_the_same_loop(tmp_path: Path) -> None:
+    """Sokoban, two iterations; nobody expects the tiny model, which has never seen a room, to win."""
+    run = finished(
+        tmp_path / "run",
+        "experiment=sokoban_tiny",
+        "trainer.iterations=2",
+        "env.max_steps=4",
+        "env.moves=4",
+        "env.rooms=32",
+    )
+    records = [iteration_record(run, iteration) for iteration in (1, 2)]
+    assert all(record["sampler/log_prob_diff/max"] < 1e-4 for record in records)
+    assert [record["sync/version"] for record in records] == [2, 3]
+    assert json.loads((run.folder / "world.json").read_text())["env"]["moves"] == 4
+    episode = json.loads((run.folder / "episodes" / "iteration-0000-sampled.jsonl").read_text().splitlines()[0])
+    assert episode["steps"][0]["page"].startswith("######\n")
+
+
+def test_the_tiny_agent_trains_on_the_real_products(tmp_path: Path) -> None:
+    catalog = os.environ.get("MEGAGENT_WEBSHOP_DATA")
+    if not catalog:
+        pytest.skip("set MEGAGENT_WEBSHOP_DATA to the folder with items_shuffle_1000.json.gz to train on real products")
+    run = finished(
+        tmp_path / "run",
+        f"env.catalog={catalog}",
+        "env.max_steps=4",
+        "rollout.max_prompt_tokens=960",  # long texts in a vocabulary of the embedded shop
+        "trainer.micro_batch_rows=4",
+        "trainer.log_prob_micro_batch_rows=4",
+    )
+    record = iteration_record(run, 1)
+    assert record["sampler/log_prob_diff/max"] < 1e-4
+    assert record["rollout/lost_episodes"] == 0
+    world = json.loads((run.folder / "world.json").read_text())
+    assert (world["env"]["catalog"], world["env"]["compat"]) == (catalog, "none")
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])

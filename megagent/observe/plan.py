@@ -50,7 +50,7 @@ def layout(config: Config) -> list[tuple[str, str, str]]:
             f"{sizes.vocab} entries, {family.padded_vocab(hf_config, tp) - sizes.vocab} of padding",
         ),
         ("rollout engines", f"{rollout.engines}", f"vLLM, tp {rollout.tp} each"),
-        ("environment workers", f"{config.env.workers}", "Ray actors"),
+        ("environment workers", *_workers(config)),
     ]
     if cluster.platform == "cuda":
         gpus = cluster.nodes * cluster.gpus_per_node
@@ -60,6 +60,11 @@ def layout(config: Config) -> list[tuple[str, str, str]]:
     else:
         rows.append(("platform", cluster.platform, f"threads of a rank or engine worker: {cluster.threads}"))
     return rows
+
+
+def _workers(config: Config) -> tuple[str, str]:
+    workers = config.env.workers
+    return (f"{workers}", "Ray actors") if workers else ("by cores", "Ray actors: a node's cores but one, at most 16")
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, str, str]]) -> Table:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
-from megagent.config import Config, as_yaml
+from megagent.config import Config, EnvConfig, as_yaml
 from megagent.errors import ConfigError, MegagentError
 from megagent.observe.files import write_whole
+
+WORLD = "world.json"
 
 
 def holds_run(root: Path) -> bool:
@@ -24,10 +29,30 @@ def already_holds_run(root: Path) -> str:
     return f"trainer.run_dir={root}: already holds a run; continue it with trainer.resume=true, or give another folder"
 
 
+def _own_keys(env: EnvConfig) -> dict[str, Any]:
+    """The environment's name and the keys that it adds to the common ones."""
+    common = {item.name for item in fields(EnvConfig)} - {"name"}
+    return {item.name: getattr(env, item.name) for item in fields(env) if item.name not in common}
+
+
+def _other_tasks(root: Path, world: Mapping[str, Any]) -> str | None:
+    """Why a run in this folder cannot go on in this world; None if it can, or if none was recorded."""
+    path = root / WORLD
+    if not path.exists():
+        return None
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before["digest"] == world["digest"]:
+        return None
+    changed = [f"env.{name}={value}" for name, value in before["env"].items() if world["env"].get(name) != value]
+    fix = f"continue it with {' and '.join(changed)}" if changed else "give it the products that it had"
+    return f"trainer.run_dir={root}: the run there had other tasks; {fix}, or give another folder"
+
+
 class RunFolder:
     """One run's files.
 
         config.yaml     the resolved configuration
+        world.json      which tasks are in which panels: the world's digest, and the environment's own keys
         metrics.jsonl   one line a record
         tensorboard/    the same, as curves
         checkpoints/    what a resume needs
@@ -42,11 +67,12 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def create(cls, config: Config) -> RunFolder:
-        """Makes, or with trainer.resume continues, the folder trainer.run_dir and writes config.yaml there.
+    def create(cls, config: Config, digest: str = "") -> RunFolder:
+        """Makes, or with trainer.resume continues, the folder trainer.run_dir; writes config.yaml and world.json there.
 
-        Raises ConfigError if it already holds a run and trainer.resume is false, MegagentError if another process
-        is running in it or it cannot be written. A refused folder is left as it was.
+        digest: that of the world. Raises ConfigError if the folder already holds a run and trainer.resume is false, or
+        the run there had other tasks; MegagentError if another process is running in it or it cannot be written. A
+        refused folder is left as it was.
         """
         root = Path(config.trainer.run_dir).expanduser()
         try:
@@ -66,9 +92,12 @@ class RunFolder:
                 f"trainer.run_dir={root}: {owner} is running in this folder. "
                 "Wait until it ends, or give another trainer.run_dir."
             ) from error
-        if holds_run(root) and not config.trainer.resume:
+        world = {"digest": digest, "env": _own_keys(config.env)}
+        taken = holds_run(root) and not config.trainer.resume
+        problem = already_holds_run(root) if taken else _other_tasks(root, world)
+        if problem:
             lock.close()
-            raise ConfigError([already_holds_run(root)])
+            raise ConfigError([problem])
         lock.seek(0)
         lock.truncate()
         lock.write(f"process {os.getpid()} on {os.uname().nodename}")
@@ -77,6 +106,7 @@ class RunFolder:
         for each in (folder.checkpoints, folder.episodes):
             each.mkdir(exist_ok=True)
         write_whole(root / "config.yaml", as_yaml(config))
+        write_whole(root / WORLD, json.dumps(world, indent=2) + "\n")
         return folder
 
     @property

@@ -72,6 +72,19 @@ def webshop_compact(observation: Observation, history: History) -> str:
     return f"{observation.task.lower()}\n{past}{page}\n"
 
 
+def sokoban(observation: Observation, history: History) -> str:
+    """The room as it is drawn, what its signs mean, the last moves, and the form of the reply."""
+    steps = history.last()
+    past = f"Your last moves: {', '.join(step.action for step in steps)}.\n" if steps else ""
+    return (
+        f"You play Sokoban: {observation.task}.\n"
+        "# wall, _ floor, . target, $ box, @ you, * box on a target, + you on a target.\n"
+        f"{past}{observation.page}\n"
+        f"Move {', '.join(observation.admissible)}. "
+        "Think inside <think> </think> tags, then give one move inside <action> </action> tags.\n"
+    )
+
+
 def _segments(page: str) -> list[str]:
     """The text nodes of a page in lower case: split at the separator, without the quotes that wrap each."""
     return [re.sub(r"^'(.*)'$", r"\1", segment.lower(), flags=re.DOTALL) for segment in page.split(SEPARATOR)]
@@ -79,7 +92,9 @@ def _segments(page: str) -> list[str]:
 
 PromptStyle = Callable[[Observation, History], str]
 
-PROMPTS: Mapping[str, PromptStyle] = MappingProxyType({"webshop": webshop, "webshop_compact": webshop_compact})
+PROMPTS: Mapping[str, PromptStyle] = MappingProxyType(
+    {"webshop": webshop, "webshop_compact": webshop_compact, "sokoban": sokoban}
+)
 
 
 def prompt_style(env: EnvConfig) -> PromptStyle:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megagent.config import Config, as_yaml
+from megagent.envs.webshop.config import WebShopConfig
 from megagent.errors import ConfigError, MegagentError
 from megagent.observe.files import write_whole
 from megagent.observe.run_folder import RunFolder, holds_run
@@ -112,3 +114,33 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: 
     with pytest.raises(UnicodeEncodeError):
         write_whole(path, "\ud800")
     assert contents(tmp_path) == {"config.yaml": b"old"}
+
+
+def test_the_folder_says_which_world_it_was(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    config.env = WebShopConfig(compat="verl_agent")
+    RunFolder.create(config, digest="abc").close()
+    world = json.loads((tmp_path / "world.json").read_text())
+    assert world["digest"] == "abc"
+    assert (world["env"]["name"], world["env"]["catalog"], world["env"]["compat"]) == (
+        "webshop",
+        "embedded",
+        "verl_agent",
+    )
+
+
+def test_a_run_is_not_continued_with_other_tasks_and_is_left_as_it_was(tmp_path: Path) -> None:
+    config = config_in(tmp_path, resume=True)
+    config.env = WebShopConfig(compat="verl_agent")
+    RunFolder.create(config, digest="abc").close()
+    before = contents(tmp_path)
+    config.env = WebShopConfig()
+    with pytest.raises(ConfigError, match="the run there had other tasks; continue it with env.compat=verl_agent"):
+        RunFolder.create(config, digest="def")
+    config.env = WebShopConfig(compat="verl_agent")
+    with pytest.raises(ConfigError, match="the run there had other tasks; give it the products that it had"):
+        RunFolder.create(config, digest="ghi")
+    assert {name: text for name, text in contents(tmp_path).items() if name != ".lock"} == {
+        name: text for name, text in before.items() if name != ".lock"
+    }
+    RunFolder.create(config, digest="abc").close()
