@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 from megagent.envs.webshop import pages
@@ -65,6 +66,15 @@ class Shop:
     def price(self, position: int, goal: Goal) -> float:
         """What a product costs someone with this goal, in dollars; its page may show a range."""
         return float(self._prices(goal.price_seed)[position])
+
+    @cached_property
+    def listed(self) -> Mapping[str, Mapping[str, Sequence[int]]]:
+        """What the magic keywords list: positions by category (<c>) and by kind (<q>), in the catalogue's order."""
+        lists: dict[str, dict[str, array[int]]] = {"<c>": {}, "<q>": {}}
+        for position, product in enumerate(self.products):
+            lists["<c>"].setdefault(product.category, array("I")).append(position)
+            lists["<q>"].setdefault(product.query, array("I")).append(position)
+        return lists
 
     def _card(self, position: int) -> pages.Card:
         return pages.card(self.products[position], position)
@@ -251,16 +261,15 @@ class Session:
 
     def _found(self) -> Sequence[int]:
         products = self.shop.products
-        keyword, _, rest = self.query.partition(" ")
+        keyword, space, rest = self.query.partition(" ")
         if self.shop.rules.magic_keywords:
             # What makes the original crash (<a>, <c> alone, <r> in a small shop) is an ordinary query here.
             if keyword == "<r>" and len(products) >= _RANDOM_PRODUCTS:
                 return self._rng.sample(range(len(products)), _RANDOM_PRODUCTS)
-            if keyword == "<c>" and rest:
-                category = rest.split(" ")[0].strip()
-                return [position for position, product in enumerate(products) if product.category == category]
+            if keyword == "<c>" and space:
+                return self.shop.listed["<c>"].get(rest.split(" ")[0].strip(), ())
             if keyword == "<q>":
-                return [position for position, product in enumerate(products) if product.query == rest.strip()]
+                return self.shop.listed["<q>"].get(rest.strip(), ())
         return self.shop.index.search(self.query, self.shop.most_results)
 
     def _buy(self, item: pages.Item) -> None:
