@@ -142,9 +142,12 @@ def test_looking_imports_nothing_heavy(arguments: list[str]) -> None:
     assert run(code).stdout.endswith("[]\n")
 
 
-def test_termination_unwinds_like_an_interrupt(startable: list[str]) -> None:
+@pytest.mark.parametrize("interrupts", ["default_int_handler", "SIG_IGN"], ids=["in front", "in the background"])
+def test_termination_unwinds_like_an_interrupt(startable: list[str], interrupts: str) -> None:
+    """Also where a script has started the command with &, which makes it ignore interrupts."""
     code = (
         "import os, signal, sys, types\nfrom megagent import cli\n"
+        f"signal.signal(signal.SIGINT, signal.{interrupts})\n"
         "def main(config):\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n    finally:\n        print('ended')\n"
         "sys.modules['megagent.train'] = types.SimpleNamespace(main=main)\n"

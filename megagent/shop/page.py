@@ -79,10 +79,10 @@ def page_of(session: Session, observation: Observation) -> Page:
 
 
 def segments_of(page: str) -> list[str]:
-    """The texts of a page as the agent read it; a page of another form is its lines."""
+    """The texts of a page as the agent read it; a page of another form (text_rich, a grid) is one text."""
     if pages.SEPARATOR in page or (len(page) > 1 and page[0] == page[-1] == "'"):
         return [_unquoted(segment) for segment in page.split(pages.SEPARATOR)]
-    return page.split("\n")
+    return [page]
 
 
 def _unquoted(segment: str) -> str:

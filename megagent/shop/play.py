@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from rich.console import Console
 
@@ -116,6 +117,8 @@ def action_of(line: str, visit: Visit) -> str | None:
 
 
 def _typed() -> str:
+    with suppress(ImportError):
+        import readline  # noqa: F401  (once imported, input() can be edited and has a history)
     return input("> ")
 
 

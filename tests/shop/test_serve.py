@@ -8,7 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from signal import SIGINT, SIGTERM, Signals
+from signal import SIG_DFL, SIGINT, SIGTERM, Signals, signal
 
 import pytest
 
@@ -178,7 +178,10 @@ def interrupted(poll_interval: float) -> None:
 @pytest.mark.parametrize("ending", [SIGINT, SIGTERM])
 def test_the_command_prints_its_address_and_ends_politely(ending: Signals) -> None:
     command = [sys.executable, "-m", "megagent", "shop", "serve", "--port", "0", "--task", "7"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # Of a test run in the background an interrupt is ignored, and by its children too.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal(SIGINT, SIG_DFL)
+    ) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

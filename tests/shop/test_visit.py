@@ -83,7 +83,7 @@ def test_the_page_is_that_of_training() -> None:
     [
         ("'Back' [SEP] 'it's' [SEP] ''", ["Back", "it's", ""]),
         ("'Search'", ["Search"]),
-        ("#_#\n#@#", ["#_#", "#@#"]),
+        ("#_#\n#@#", ["#_#\n#@#"]),
         ("Thank you [SEP] asin", ["Thank you", "asin"]),
         ("", [""]),
         ("'", ["'"]),

@@ -158,9 +158,9 @@ function showStep() {
   fill("moves", episode.steps.slice(0, place + 1).map((done) => make("li", done.action, done.fault ? "refused" : "")));
   if (!step) return;
   const clicked = step.action.replace(/^click\[(.*)\]$/s, "$1");
-  const mark = (text) => (text.toLowerCase() === clicked ? "clicked" : "");
+  const look = (text) => (text.includes("\n") ? "block" : text.toLowerCase() === clicked ? "clicked" : "");
   write("heading", `Action: ${step.action}${step.fault && ` (${step.fault})`}`);
-  fill("texts", step.segments.map((text) => make("p", text, mark(text))));
+  fill("texts", step.segments.map((text) => make("p", text, look(text))));
   write("step", step.reward ? `reward ${step.reward}` : "");
   write("observation", step.prompt || step.page);
   write("reply", step.response);
