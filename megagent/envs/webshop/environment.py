@@ -55,31 +55,32 @@ class WebShopEnvironment:
         return self._observe(self._session)
 
     def step(self, action: str) -> StepResult:
+        if self.session.done:
+            self._restart()
         session = self.session
-        if session.done:
-            raise MegagentError("the episode has ended; call reset(task) to begin the next one")
         session.act(action)
         score = session.reward.score if session.reward else 0.0
         won = score == 1.0
-        observation = self._observe(session)
-        if session.done and session.shop.rules.restarts_after_purchase:
-            observation = self._restart(observation)
         return StepResult(
-            observation=observation,
+            observation=self._observe(session),
             reward=self.world.success_reward if won else 0.0,
             done=session.done,
             won=won,
             score=score,
         )
 
-    def _restart(self, last: Observation) -> Observation:
-        """Begins a visit with a goal drawn at random. The page is still that of the purchase, the actions are not."""
+    def _restart(self) -> None:
+        """Begins a visit with a goal drawn at random, where the rules have that; nobody waits for the draw before."""
+        if not self.session.shop.rules.restarts_after_purchase:
+            raise MegagentError("the episode has ended; call reset(task) to begin the next one")
         assert self._task is not None
         self._session = Session(self.world.shop, self.world.random_goal(self._task, self._rng), self._rng)
-        return Observation(last.task, last.page, self._session.admissible())
 
     def _observe(self, session: Session) -> Observation:
         # verl-agent finds the page by the task above it; of a visit with another task it shows the whole text.
         is_asked = session.goal.text == self._asked
         page = session.anchor() if is_asked else session.original_text()
+        if session.done and session.shop.rules.restarts_after_purchase:
+            # The page is still that of the purchase, the actions are those of the visit that follows.
+            session = Session(session.shop, session.goal)
         return Observation(self._asked, page, session.admissible())

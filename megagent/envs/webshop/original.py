@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -24,7 +24,8 @@ from megagent.envs.webshop import goals
 from megagent.envs.webshop.deal import Prices, as_bound, draw_bounds, draw_prices
 from megagent.envs.webshop.goals import Goal
 from megagent.envs.webshop.product import HumanInstruction, Product
-from megagent.envs.webshop.tasks import asked_options, parse_key
+from megagent.envs.webshop.shuffled import Shuffled
+from megagent.envs.webshop.tasks import WITNESSES, asked_options, parse_key
 from megagent.errors import CatalogError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ HELD_OUT_PLACES = 500  # places at the head of every list
 HELD_OUT_SEED = 1000  # what the seed of a run is raised by for the workers that validate
 
 _UID = re.compile(r"verl-agent-(\d+)-(\d+)")
-_CACHED_BYTES = 512 << 20  # of shuffled lists; those of 16 training workers over all products fit in
+_CACHED_BYTES = 1 << 30  # of lists; those of 16 training workers over a million products fit in
 
 
 class OriginalGoals:
@@ -69,9 +70,7 @@ class OriginalGoals:
             asking = np.flatnonzero(arrays["goals/asks"])
             bounds = np.zeros(len(prices), dtype=np.uint16)
             bounds[asking] = draw_bounds(prices[asking], rng)
-        order = list(range(self._total))
-        random.Random(seed).shuffle(order)
-        return SeededGoals(self, seed, bounds, np.array(order, dtype=np.uint32))
+        return SeededGoals(self, seed, bounds, Shuffled(self._total, seed))
 
     def goal(self, place: int, bounds: NDArray[np.uint16], seed: int) -> Goal:
         """A goal by its place in catalogue order. bounds: of `seed`, [products], or [goals] of human ones."""
@@ -83,7 +82,7 @@ class OriginalGoals:
         options = goals.choice(product.options, number)
         return goals.synthetic_goal(product, options, as_bound(int(bounds[position])), seed)
 
-    def weights(self, places: NDArray[np.uint32]) -> NDArray[np.float64]:
+    def weights(self, places: NDArray[np.integer]) -> NDArray[np.float64]:
         """The weights of goals by their places in catalogue order."""
         if self.human:
             return np.ones(len(places))
@@ -126,15 +125,15 @@ def _human(product: Product, instruction: HumanInstruction, bound: float, seed: 
 class SeededGoals(Sequence[Goal]):
     """The goal list of one worker, in its order; goals are decoded when they are asked for."""
 
-    def __init__(self, owner: OriginalGoals, seed: int, bounds: NDArray[np.uint16], order: NDArray[np.uint32]) -> None:
-        """order: [goals] place in the list -> place in catalogue order."""
+    def __init__(self, owner: OriginalGoals, seed: int, bounds: NDArray[np.uint16], places: Shuffled) -> None:
+        """places: place in the list -> place in catalogue order."""
         self.seed = seed
         self._owner = owner
         self._bounds = bounds
-        self._order = order
+        self._places = places
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._places)
 
     @overload
     def __getitem__(self, index: int) -> Goal: ...
@@ -145,18 +144,22 @@ class SeededGoals(Sequence[Goal]):
     def __getitem__(self, index: int | slice) -> Goal | list[Goal]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        return self._owner.goal(int(self._order[index]), self._bounds, self.seed)
+        return self._owner.goal(self._places[range(len(self))[index]], self._bounds, self.seed)
 
     def weight(self, index: int) -> float:
         """How much a goal weighs in a random draw."""
-        return float(self._owner.weights(self._order[index : index + 1])[0])
+        return float(self._owner.weights(np.array([self._places[index]]))[0])
+
+    @cached_property
+    def _ends(self) -> NDArray[np.float64]:
+        """[goals] running sums of the weights, in the order of the list."""
+        return np.cumsum(self._owner.weights(self._places.order()))
 
     def random_place(self, rng: random.Random) -> int:
         """The place of a goal drawn by weight, as the original draws it: never the first, the last one too often."""
-        ends = np.cumsum(self._owner.weights(self._order))
-        at = rng.uniform(0, float(ends[-1]))
+        at = rng.uniform(0, float(self._ends[-1]))
         # The original's ends begin with a 0, which shifts every place by one.
-        return min(int(np.searchsorted(ends, at, side="right")) + 1, len(self) - 1)
+        return min(int(np.searchsorted(self._ends, at, side="right")) + 1, len(self) - 1)
 
     def task(self, index: int, split: str) -> Task:
         """The task of a place in the list."""
@@ -228,7 +231,14 @@ class OriginalPanels:
         ]
 
     def find(self, task: Task) -> Goal | None:
+        """What a task asks for; None if there is no such goal."""
         return self.goals.find(task)
+
+    def facts(self) -> object:
+        """What a digest should cover: how many goals, and the wording of the first in catalogue order."""
+        unbound = np.zeros(max(len(self.goals), len(self.goals.catalog)), dtype=np.uint16)
+        first = range(min(WITNESSES, len(self.goals)))
+        return [len(self.goals), [self.goals.goal(place, unbound, 0).text for place in first]]
 
     def random_goal(self, task: Task, rng: random.Random) -> Goal:
         match = _UID.fullmatch(task.uid)

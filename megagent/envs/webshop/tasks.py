@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from megagent.envs.webshop.catalog import Catalog
 
 
+WITNESSES = 16  # tasks of a panel whose order and wording a digest covers
+
+
 class GoalBook(Protocol):
     """All goals of one kind over a catalogue: those of each product are numbered from 0."""
 
@@ -190,6 +193,14 @@ class Panels:
     def find(self, task: Task) -> Goal | None:
         """What a task asks for; None if there is no such goal."""
         return self._book.find(task.key) if task.uid == uid_of(task.key) else None
+
+    def facts(self) -> object:
+        """What a digest should cover: how many tasks each panel has, which come first and how they are worded."""
+        facts = {}
+        for split, tasks in self._panels.items():
+            first = [(task.uid, self._book.find(task.key)) for task in tasks[:WITNESSES]]
+            facts[split] = [len(tasks), [[uid, goal.text if goal else ""] for uid, goal in first]]
+        return facts
 
     def random_goal(self, task: Task, rng: random.Random) -> Goal:
         raise MegagentError("a goal at random is drawn only under env.compat=verl_agent")

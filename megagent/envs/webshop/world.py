@@ -24,7 +24,6 @@ from megagent.envs.webshop.session import Shop
 from megagent.envs.webshop.tasks import HumanGoals, Panels, SyntheticGoals, requests_of
 from megagent.errors import CatalogError, MegagentError
 
-_WITNESSES = 16  # tasks of each panel whose wording the digest covers
 _CACHED_GOALS = 1024
 
 
@@ -37,6 +36,10 @@ class TaskSource(Protocol):
 
     def find(self, task: Task) -> Goal | None:
         """What a task asks for; None if there is no such goal."""
+        ...
+
+    def facts(self) -> object:
+        """What the digest of the world covers, fit for JSON."""
         ...
 
     def random_goal(self, task: Task, rng: random.Random) -> Goal:
@@ -81,23 +84,16 @@ class WebShopWorld:
         self.digest = self._digest(config)
 
     def _digest(self, config: WebShopConfig) -> str:
-        """A hash of what decides the tasks and their rewards. Cheap for any number of tasks.
+        """A hash of what decides the tasks and their rewards: the products, the rules and facts of the task source.
 
-        That is the products, the rules, how many tasks each panel has and, as witnesses of order and wording, the first
-        of each panel.
+        It costs the same for any number of tasks.
         """
         facts = {
             "products": self.catalog.digest,
             "compat": config.compat,
             "goals": config.goals,
             "rules": asdict(self.shop.rules),
-            "panels": {
-                split: [
-                    len(self._source.tasks(split)),
-                    [[task.uid, self.goal(task).text] for task in self._source.tasks(split)[:_WITNESSES]],
-                ]
-                for split in SPLITS
-            },
+            "tasks": self._source.facts(),
         }
         return hash_of(json.dumps(facts, sort_keys=True))
 
