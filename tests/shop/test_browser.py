@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.shop.browser import Browser, Tab
 from tests.shop.recordings import SHOPPED, WANDERED, episode, step, write
 from tests.shop.visitors import serving, way_to_win
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test may have to install the browser
 
 
 @pytest.fixture
@@ -94,13 +95,49 @@ def test_a_recorded_episode_is_walked_through(tab: Tab, tmp_path: Path) -> None:
         assert tab.text("#heading") == "Action: dance (the page does not offer the action)"
 
 
-def test_text_of_strangers_stays_text(tab: Tab, tmp_path: Path) -> None:
-    attack = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
-    hostile = episode([step(f"'{attack}' [SEP] 'x'", f"click[{attack}]", attack)], instruction=attack)
+ATTACK = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+def assert_shown_as_text(tab: Tab, *places: str) -> None:
+    for place in places:
+        assert ATTACK in tab.text(place)
+    assert tab.value("document.querySelectorAll('body img, body script').length") == 0
+    assert tab.value("document.title") == "megagent shop"
+
+
+def test_what_a_model_wrote_stays_text(tab: Tab, tmp_path: Path) -> None:
+    hostile = episode([step(f"'{ATTACK}' [SEP] 'x'", f"click[{ATTACK}]", ATTACK)], instruction=ATTACK)
     path = write(tmp_path / "e.jsonl", hostile)
-    with serving(ReplaySite(read_episodes(path), attack)) as client:
+    with serving(ReplaySite(read_episodes(path), ATTACK)) as client:
         tab.open(client.address)
-        for place in ("#instruction", "#texts", "#reply", "#observation", "#kind"):
-            assert attack in tab.text(place)
-        assert tab.value("document.querySelectorAll('img').length") == 0
-        assert tab.value("document.title") == "megagent shop"
+        assert_shown_as_text(tab, "#instruction", "#texts", "#reply", "#observation", "#kind", "#moves", "#episodes")
+
+
+class HostileSite:
+    """A shop in which every text is an attack."""
+
+    def __init__(self, ended: bool) -> None:
+        part = {"component": ATTACK, "met": ATTACK, "share": 0.5, "sentence": ATTACK}
+        self.outcome = {"score": 0.5, "won": False, "parts": [part]} if ended else None
+
+    def get(self, path: Sequence[str]) -> Any:
+        return {"kind": "shop", "panel": ATTACK, "tasks": 1}
+
+    def post(self, path: Sequence[str], body: dict[str, Any]) -> Any:
+        button = {"label": ATTACK, "action": ATTACK, "selected": True}
+        page = {"heading": ATTACK, "texts": [ATTACK], "has_search_box": True, "buttons": [button]}
+        page |= {"offers": [{"button": button, "title": ATTACK, "price": ATTACK}]}
+        page |= {"options": [{"name": ATTACK, "buttons": [button]}]}
+        visit = {"visit": ATTACK, "number": 0, "task": ATTACK, "steps": 1, "max_steps": 8, "page": page}
+        visit |= {"observation": ATTACK, "admissible": [ATTACK], "moves": [{"action": ATTACK, "admissible": False}]}
+        return visit | {"outcome": self.outcome}
+
+
+def test_what_a_catalogue_holds_stays_text(tab: Tab) -> None:
+    with serving(HostileSite(ended=False)) as client:
+        tab.open(client.address)
+        shown = ("#panel", "#instruction", "#heading", "#texts", "#buttons", "#options", "#offers", "#observation")
+        assert_shown_as_text(tab, *shown, "#admissible", "#moves")
+    with serving(HostileSite(ended=True)) as client:
+        tab.open(client.address)
+        assert_shown_as_text(tab, "#parts")
