@@ -140,9 +140,9 @@ def test_the_original_begins_another_visit_behind_the_callers_back(original):
     assert last.done
     assert last.observation.page.startswith("Thank you for shopping with us!")
     assert last.observation.admissible == ("search[<your query>]", "click[search]")
-    goal = environment.session.goal
     after = environment.step("search[jacket]")
     assert not after.done
+    goal = environment.session.goal
     assert after.observation.page.startswith(f"Instruction: [SEP] {goal.text} [SEP] Back to Search")
     assert environment.reset(task).task == original.goal(task).text
 
@@ -151,6 +151,7 @@ def test_the_goal_of_a_visit_behind_the_callers_back_follows_from_the_task(origi
     task, other = original.tasks("train")[:2]
     one, two = original.make(), original.make()
     bought(one, other)
-    bought(one, task)
-    bought(two, task)
+    for environment in (one, two):
+        bought(environment, task)
+        environment.step("anything")
     assert one.session.goal == two.session.goal
