@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from megagent.envs.base import HELD_OUT, Split, Task
 from megagent.envs.webshop import goals
-from megagent.envs.webshop.deal import Prices, as_bound, draw_bounds, draw_prices
+from megagent.envs.webshop.deal import PRICE_SEED, Prices, as_bound, draw_bounds, draw_prices
 from megagent.envs.webshop.goals import Goal
 from megagent.envs.webshop.product import HumanInstruction, Product
+from megagent.envs.webshop.rules import ORIGINAL, Rules
 from megagent.envs.webshop.shuffled import Shuffled
 from megagent.envs.webshop.tasks import WITNESSES, asked_options, parse_key
 from megagent.errors import CatalogError
@@ -41,10 +42,12 @@ _CACHED_BYTES = 1 << 30  # of lists; those of 16 training workers over a million
 class OriginalGoals:
     """The lists of all seeds over one catalogue; the last ones used are kept."""
 
-    def __init__(self, catalog: Catalog, human: bool) -> None:
+    def __init__(self, catalog: Catalog, human: bool, rules: Rules = ORIGINAL) -> None:
         self.catalog = catalog
         self.human = human
-        counts = catalog.arrays["goals/human_all" if human else "goals/synthetic_all"]
+        self.rules = rules
+        synthetic = "goals/synthetic" if rules.goals_once else "goals/synthetic_all"
+        counts = catalog.arrays["goals/human_all" if human else synthetic]
         self._ends = np.cumsum(counts, dtype=np.int64)
         self._total = int(self._ends[-1]) if len(self._ends) else 0
         self.of_seed = lru_cache(_cached(4 * self._total + 2 * len(counts)))(self._of_seed)
@@ -56,12 +59,15 @@ class OriginalGoals:
     def _prices(self, seed: int) -> Prices:
         """What each product costs a worker with this seed."""
         arrays = self.catalog.arrays
-        return Prices(arrays, draw_prices(arrays["goals/range"], random.Random(seed)))
+        return Prices(arrays, draw_prices(arrays["goals/range"], self._stream(seed)))
+
+    def _stream(self, seed: int) -> random.Random:
+        return random.Random(PRICE_SEED if self.rules.draws_once else seed)
 
     def _of_seed(self, seed: int) -> SeededGoals:
         """The goal list of a worker with this seed."""
         arrays = self.catalog.arrays
-        rng = random.Random(seed)
+        rng = self._stream(seed)
         prices = np.array(arrays["goals/price"])
         prices[arrays["goals/range_position"]] = draw_prices(arrays["goals/range"], rng)
         if self.human:
@@ -79,7 +85,8 @@ class OriginalGoals:
         number = place - (int(self._ends[position - 1]) if position else 0)
         if self.human:
             return _human(product, goals.human_instructions(product)[number], as_bound(int(bounds[place])), seed)
-        options = goals.choice(product.options, number)
+        values = goals.distinct_values(product.options) if self.rules.goals_once else product.options
+        options = goals.choice(values, number)
         return goals.synthetic_goal(product, options, as_bound(int(bounds[position])), seed)
 
     def weights(self, places: NDArray[np.integer]) -> NDArray[np.float64]:
@@ -156,10 +163,11 @@ class SeededGoals(Sequence[Goal]):
         return np.cumsum(self._owner.weights(self._places.order()))
 
     def random_place(self, rng: random.Random) -> int:
-        """The place of a goal drawn by weight, as the original draws it: never the first, the last one too often."""
+        """The place of a goal drawn by weight."""
         at = rng.uniform(0, float(self._ends[-1]))
-        # The original's ends begin with a 0, which shifts every place by one.
-        return min(int(np.searchsorted(self._ends, at, side="right")) + 1, len(self) - 1)
+        # The original's running sums begin with a 0, which shifts every place by one.
+        shift = 1 if self._owner.rules.random_goal_is_next else 0
+        return min(int(np.searchsorted(self._ends, at, side="right")) + shift, len(self) - 1)
 
     def task(self, index: int, split: str) -> Task:
         """The task of a place in the list."""
@@ -196,8 +204,8 @@ class SeededTasks(Sequence[Task]):
 class OriginalPanels:
     """verl-agent's choice of tasks: one place of the list for each group of workers, which each have their own list."""
 
-    def __init__(self, catalog: Catalog, human: bool) -> None:
-        self.goals = OriginalGoals(catalog, human)
+    def __init__(self, catalog: Catalog, human: bool, rules: Rules = ORIGINAL) -> None:
+        self.goals = OriginalGoals(catalog, human, rules)
         self._streams: dict[tuple[Split, int, int], tuple[int, np.random.RandomState]] = {}
 
     def tasks(self, split: Split) -> SeededTasks:

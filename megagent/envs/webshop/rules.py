@@ -39,6 +39,15 @@ class Rules:
     # A reply parses only with a thought and an action that says something. verl-agent looks for the tags of a thought
     # in lower case and any order, and takes an empty action.
     whole_thought: bool = True
+    # Panels share no product. The original holds out the first 500 places of a list that each worker shuffles with a
+    # seed of its own, so that what one holds out another trains on.
+    split_by_product: bool = True
+    # Hidden prices and price bounds are drawn once, with the catalogue. In the original each worker draws its own.
+    draws_once: bool = True
+    # A value that an option lists twice makes one goal. In the original it makes two.
+    goals_once: bool = True
+    # A goal drawn at random is the next one in the list: never the first, and the last one for two.
+    random_goal_is_next: bool = False
 
 
 HONEST = Rules()
@@ -56,6 +65,10 @@ ORIGINAL = Rules(
     tail_acts=True,
     valid_if_offered=False,
     whole_thought=False,
+    split_by_product=False,
+    draws_once=False,
+    goals_once=False,
+    random_goal_is_next=True,
 )
 
 _BY_COMPAT = {"none": HONEST, "verl_agent": ORIGINAL}

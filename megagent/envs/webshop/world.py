@@ -18,7 +18,7 @@ from megagent.envs.webshop.environment import WebShopEnvironment
 from megagent.envs.webshop.goals import Goal, hash_of
 from megagent.envs.webshop.original import OriginalPanels
 from megagent.envs.webshop.panels import split_by_product, split_by_request
-from megagent.envs.webshop.rules import rules_of
+from megagent.envs.webshop.rules import Rules, rules_of
 from megagent.envs.webshop.search import SearchIndex
 from megagent.envs.webshop.session import Shop
 from megagent.envs.webshop.tasks import HumanGoals, Panels, SyntheticGoals, requests_of
@@ -61,7 +61,8 @@ class WebShopWorld:
         """Raises CatalogError if the catalogue holds no goals of the kind that env.goals names."""
         self.catalog = catalog
         self.success_reward = config.success_reward
-        self._source = _task_source(config, catalog)
+        rules = rules_of(config.compat)
+        self._source = _task_source(config, catalog, rules)
         self._named = f"env.catalog={config.catalog}"
         self.goal = lru_cache(_CACHED_GOALS)(self._goal)
         most = config.max_results
@@ -73,7 +74,7 @@ class WebShopWorld:
             self._source.prices,
             config.page_size,
             most,
-            rules_of(config.compat),
+            rules,
             rich=config.observation == "text_rich",
         )
         if not any(self._source.tasks(split) for split in SPLITS):
@@ -148,10 +149,10 @@ def build_webshop(config: WebShopConfig) -> WebShopWorld:
     return WebShopWorld(config, Catalog.load(config.catalog))
 
 
-def _task_source(config: WebShopConfig, catalog: Catalog) -> TaskSource:
+def _task_source(config: WebShopConfig, catalog: Catalog, rules: Rules) -> TaskSource:
     human = config.goals == "human"
-    if config.compat == "verl_agent":
-        return OriginalPanels(catalog, human)
+    if not rules.split_by_product:
+        return OriginalPanels(catalog, human, rules)
     prices = Prices(catalog.arrays)
     if config.catalog == EMBEDDED and not human:
         book = SyntheticGoals(catalog, embedded.goal)

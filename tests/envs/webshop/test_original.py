@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megagent.envs.webshop.original import HELD_OUT_PLACES, OriginalGoals, OriginalPanels
 from megagent.envs.webshop.product import HumanInstruction
+from megagent.envs.webshop.rules import ORIGINAL
 from megagent.errors import CatalogError
 
 from .shelf import shelf
@@ -95,6 +97,28 @@ def test_a_goal_at_random_is_never_the_first_and_twice_as_often_the_last():
     assert drawn.total() == 4000
     assert all(900 < drawn[place] < 1100 for place in (1, 2))
     assert 1900 < drawn[3] < 2100
+
+
+def test_a_goal_at_random_is_itself_without_the_rule():
+    rules = replace(ORIGINAL, random_goal_is_next=False)
+    goals = OriginalGoals(shelf(1, options={"size": ("s", "m")}), human=False, rules=rules).of_seed(0)
+    rng = random.Random(0)
+    drawn = Counter(goals.random_place(rng) for _ in range(1000))
+    assert all(400 < drawn[place] < 600 for place in (0, 1))
+
+
+def test_prices_and_bounds_are_of_every_seed_the_same_where_they_are_drawn_once(catalog):
+    goals = OriginalGoals(catalog, human=False, rules=replace(ORIGINAL, draws_once=True))
+    assert goals.prices(0)[:] == goals.prices(1)[:] == catalog.arrays["goals/price"].tolist()
+    one, other = ({(g.product.asin, g.options, g.price_upper) for g in goals.of_seed(seed)} for seed in (0, 1))
+    assert one == other
+
+
+def test_a_value_listed_twice_makes_two_goals_but_where_goals_come_once():
+    twice = shelf(1, options={"size": ("s", "m", "s")})
+    assert len(OriginalGoals(twice, human=False).of_seed(0)) == 3
+    once = OriginalGoals(twice, human=False, rules=replace(ORIGINAL, goals_once=True)).of_seed(0)
+    assert sorted(goal.options for goal in once) == [(("size", "m"),), (("size", "s"),)]
 
 
 def test_human_goals_keep_bare_values_also_of_what_the_product_does_not_have():
