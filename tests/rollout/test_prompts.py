@@ -129,3 +129,12 @@ def test_a_chat_template_wraps_the_text():
     tokens = builder("webshop", 1000, Chat()).build(ITEM, past())
     assert tokens[0] == len("<user>")
     assert tokens[-1] == len("<assistant>")
+
+
+def test_the_prompt_of_sokoban_keeps_the_room_as_it_is_drawn() -> None:
+    history = History(2)
+    for move in ("up", "left", "down"):
+        history.add("a room", move)
+    room = Observation("push every box ($) onto a target (.)", "#####\n#@$.#\n#####", ("up", "down", "left", "right"))
+    text = PROMPTS["sokoban"](room, history)
+    assert "\nYour last moves: left, down.\n#####\n#@$.#\n#####\nMove up, down, left, right." in text
