@@ -201,8 +201,8 @@ def done_parts(asin: str, chosen: Mapping[str, str], score: float) -> list[Part]
 
 def heading(task: str, with_name: bool) -> list[Part]:
     """What the original shows above every page but the last. with_name: on the page with the search box."""
-    name = [Part("text", "WebShop")] if with_name else []
-    return [*name, Part("text", "Instruction: "), *_texts(task)]
+    head = [Part("text", "WebShop"), Part("text", "Instruction: ")] if with_name else [Part("text", "Instruction:")]
+    return [*head, *_texts(task)]
 
 
 def plain(parts: Iterable[Part]) -> str:

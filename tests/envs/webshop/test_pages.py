@@ -71,7 +71,7 @@ def test_text_rich_marks_what_is_selected_and_says_it_first():
     )
     said = "You have clicked blue.\nYou have clicked s.\n"
     assert session.anchor() == said + expected
-    assert session.original_text() == f"{said}Instruction: \nfind it\n{expected}"
+    assert session.original_text() == f"{said}Instruction:\nfind it\n{expected}"
 
 
 def test_text_rich_does_not_strip_plain_texts():
