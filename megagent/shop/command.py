@@ -72,7 +72,9 @@ def _add_shop_options(parser: argparse.ArgumentParser) -> None:
         "--catalog", default="embedded", metavar="WHERE", help="embedded (default), a folder, or a built .shop file"
     )
     parser.add_argument("--panel", default="train", help="warmup, train (default), validation or test")
-    parser.add_argument("--task", type=int, metavar="N", help="place of the task in its panel, from 0; default: any")
+    parser.add_argument(
+        "--task", type=int, metavar="N", help="place of the first task in its panel, from 0; default: any"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="draws the same tasks every time")
     parser.add_argument("--compat", help="none (default) or verl_agent: the original's behaviour")
     parser.add_argument("--goals", help="synthetic (default) or human")

@@ -19,6 +19,8 @@ search[...] and click[...] are taken as an agent's action, whatever the page
 :history  what you did      :observation  what an agent reads here, and what it may do
 :task     the task again    :new  another task      :quit  leave"""
 
+AFTERWARDS = "This visit has ended: Enter shops another task, :history shows what you did, :quit leaves."
+
 _ACTION = re.compile(r"(search|click)\[.*\]", re.IGNORECASE)
 
 # Gives the next line without its end. Raises EOFError when there are no more.
@@ -42,37 +44,29 @@ def main(options: ShopOptions) -> None:
 def play(shop: OpenShop, console: Console, read: Reader) -> None:
     """Visit after visit, until `:quit`. Raises EOFError where `read` does."""
     terminal.say(console, f"{len(shop)} tasks in the {shop.panel} panel. Type :help for what can be typed.")
-    while (visit := _visit(shop, console, read)) is not None:
-        if visit.outcome is None:
-            continue  # another task was asked for
-        console.print(terminal.outcome_panel(visit.outcome))
-        terminal.say(console, "Enter shops another task, :history shows what you did, :quit leaves.")
-        while (line := read().strip()) != "" and line != ":new":
-            if line == ":quit":
-                return
-            if line == ":history":
-                console.print(terminal.history_table(visit))
-            else:
-                terminal.say(console, "This visit has ended: press Enter, or type :history or :quit.", "yellow")
+    visit = shop.first()
+    while _shopped(visit, shop, console, read):
+        visit = shop.another()
 
 
-def _visit(shop: OpenShop, console: Console, read: Reader) -> Visit | None:
-    """One visit, to its purchase or to :new. None: the visitor left."""
-    visit = shop.visit()
+def _shopped(visit: Visit, shop: OpenShop, console: Console, read: Reader) -> bool:
+    """One visit, and what is asked about it afterwards. False: the visitor left."""
     console.print(terminal.task_panel(visit, shop.panel, len(shop)))
     console.print(terminal.page_panel(visit))
-    while visit.outcome is None:
+    while True:
         line = read().strip()
         if line == ":quit":
-            terminal.say(console, "You left without buying anything.")
-            return None
-        if line == ":new":
-            return visit
+            if visit.outcome is None:
+                terminal.say(console, "You left without buying anything.")
+            return False
+        if line == ":new" or (line == "" and visit.outcome is not None):
+            return True
         if line.startswith(":"):
             _tell(line, visit, shop, console)
+        elif visit.outcome is not None:
+            terminal.say(console, AFTERWARDS, "yellow")
         elif line:
             _act(line, visit, console)
-    return visit
 
 
 def _tell(command: str, visit: Visit, shop: OpenShop, console: Console) -> None:
@@ -101,6 +95,9 @@ def _act(line: str, visit: Visit, console: Console) -> None:
     if not move.admissible:
         terminal.say(console, f"{action}: the page does not offer this.", "yellow")
     console.print(terminal.page_panel(visit))
+    if visit.outcome is not None:
+        console.print(terminal.outcome_panel(visit.outcome))
+        terminal.say(console, AFTERWARDS)
 
 
 def action_of(line: str, visit: Visit) -> str | None:

@@ -59,14 +59,14 @@ class ShopSite:
         raise Refused(404, "no such thing")
 
     def post(self, path: Sequence[str], body: dict[str, Any]) -> Any:
-        """visits {task?: number} -> a new visit; visits/NAME/actions {action: text} -> the visit after it."""
+        """visits {task} -> a new visit; visits/NAME/actions {action: text} -> the visit after it."""
         match path:
             case ["visits"]:
-                number = body.get("task")
-                if set(body) - {"task"} or (number is not None and type(number) is not int):
-                    raise Refused(400, 'a visit is asked for with {} or {"task": number}')
+                task = body.get("task", "first")
+                if set(body) - {"task"} or (task not in ("first", "another") and type(task) is not int):
+                    raise Refused(400, 'a visit is asked for with {"task": "first", "another" or a number}')
                 with self._lock:
-                    return self._start(number)
+                    return self._start(task)
             case ["visits", name, "actions"]:
                 action = body.get("action")
                 if set(body) != {"action"} or not isinstance(action, str):
@@ -80,9 +80,12 @@ class ShopSite:
                     return self._shown(name, visit)
         raise Refused(404, "no such thing")
 
-    def _start(self, number: int | None) -> Any:
+    def _start(self, task: str | int) -> Any:
         try:
-            visit = self._shop.visit(number)
+            if isinstance(task, int):
+                visit = self._shop.visit(task)
+            else:
+                visit = self._shop.first() if task == "first" else self._shop.another()
         except MegagentError as error:
             raise Refused(400, str(error)) from None
         name = secrets.token_urlsafe(16)

@@ -29,7 +29,7 @@ class ShopOptions:
     goals: str | None = None
     observation: str | None = None
     panel: str = "train"
-    task: int | None = None  # place in the panel, from 0; None draws one
+    task: int | None = None  # place in the panel, from 0, of the first task; None draws it too
     seed: int | None = None  # of the draws; None draws others every time
 
 
@@ -106,7 +106,7 @@ class OpenShop:
         self.panel = options.panel
         self.max_steps = max_steps
         self._tasks = world.tasks(cast(Split, options.panel))
-        self._fixed = options.task
+        self._first = options.task
         self._rng = random.Random(options.seed)
         if options.task is not None:
             self._check(options.task)
@@ -115,13 +115,16 @@ class OpenShop:
         """Tasks of the panel."""
         return len(self._tasks)
 
-    def visit(self, number: int | None = None) -> Visit:
-        """A new visit: with the task at `number` of the panel, else the one asked for at the start, else any.
+    def first(self) -> Visit:
+        """A visit with the task that was asked for at the start, if any, else with one that is drawn."""
+        return self.another() if self._first is None else self.visit(self._first)
 
-        Raises MegagentError if the panel has no such task.
-        """
-        if number is None:
-            number = self._rng.randrange(len(self._tasks)) if self._fixed is None else self._fixed
+    def another(self) -> Visit:
+        """A visit with a task that is drawn."""
+        return self.visit(self._rng.randrange(len(self._tasks)))
+
+    def visit(self, number: int) -> Visit:
+        """A visit with the task at `number` of the panel. Raises MegagentError if there is none."""
         self._check(number)
         return Visit(self, self._tasks[number], number)
 

@@ -30,7 +30,7 @@ def test_a_person_shops_by_clicking_and_sees_the_score_explained(tab: Tab) -> No
     shop = open_shop(ShopOptions(task=5))
     with serving(ShopSite(shop)) as client:
         tab.open(client.address)
-        assert tab.text("#instruction") == shop.visit().instruction
+        assert tab.text("#instruction") == shop.first().instruction
         for action in way_to_win(shop, 5):
             tab.act(action)
         assert "Score 1.000 of 1 (won" in tab.text("#verdict")

@@ -9,24 +9,17 @@ import pytest
 from rich.console import Console
 
 from megagent.shop.play import action_of, main, play
-from megagent.shop.visit import OpenShop, ShopOptions
+from megagent.shop.visit import OpenShop, ShopOptions, open_shop
 from tests.shop.visitors import way_to_win
 
 
-class Fixed:
-    """A shop that gives the same task each time."""
-
-    def __init__(self, shop: OpenShop, number: int) -> None:
-        self.shop, self.number, self.panel = shop, number, shop.panel
-
-    def __len__(self) -> int:
-        return len(self.shop)
-
-    def visit(self) -> object:
-        return self.shop.visit(self.number)
+@pytest.fixture(scope="module")
+def shop() -> OpenShop:
+    """Its first task is number 0."""
+    return open_shop(ShopOptions(task=0))
 
 
-def transcript(shop: OpenShop, lines: Sequence[str], task: int = 0) -> str:
+def transcript(shop: OpenShop, lines: Sequence[str]) -> str:
     """What a session with these lines prints; it ends with the input if no line ends it."""
     output = io.StringIO()
     waiting = iter(lines)
@@ -38,7 +31,7 @@ def transcript(shop: OpenShop, lines: Sequence[str], task: int = 0) -> str:
             raise EOFError from None
 
     try:
-        play(Fixed(shop, task), Console(file=output, width=200), read)  # type: ignore[arg-type]
+        play(shop, Console(file=output, width=200), read)
     except EOFError:
         output.write("<end of input>")
     return output.getvalue()
@@ -91,9 +84,10 @@ def test_the_agents_page_can_be_read(shop: OpenShop) -> None:
 
 
 def test_another_task_follows_a_purchase_or_new(shop: OpenShop) -> None:
-    printed = transcript(shop, [":new", *way_to_win(shop, 0), "what now", ":history", "", ":quit"])
+    printed = transcript(shop, [*way_to_win(shop, 0), "what now", ":history", "", ":new", ":quit"])
     assert printed.count("Your task (") == 3
-    assert "This visit has ended: press Enter" in printed
+    assert printed.count("This visit has ended: Enter shops another task") == 2
+    assert "click[buy now]" in printed.split("What you did")[1]
 
 
 def test_markup_that_is_typed_or_sold_is_plain_text(shop: OpenShop) -> None:

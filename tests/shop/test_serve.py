@@ -107,7 +107,19 @@ def test_a_form_of_another_page_cannot_act(client: Client) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"[" * 9000, b"\xff", {"task": "1"}, {"task": True}, {"task": -1}, {"task": 10**9}, {"a": 1}],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[" * 9000,
+        b"\xff",
+        {"task": "1"},
+        {"task": True},
+        {"task": None},
+        {"task": -1},
+        {"task": 10**9},
+        {"a": 1},
+    ],
 )
 def test_a_body_that_is_not_a_request_is_refused(client: Client, body: object) -> None:
     assert client.refusal(client.post, "api/visits", body)[0] == 400

@@ -45,12 +45,13 @@ def test_what_is_selected_is_marked(shop: OpenShop) -> None:
 
 def test_the_same_seed_draws_the_same_tasks() -> None:
     first, second = (open_shop(ShopOptions(seed=4)) for _ in range(2))
-    assert [first.visit().number for _ in range(5)] == [second.visit().number for _ in range(5)]
+    assert [first.another().number for _ in range(5)] == [second.another().number for _ in range(5)]
 
 
-def test_a_task_asked_for_is_given_every_time() -> None:
-    shop = open_shop(ShopOptions(task=6, panel="test"))
-    assert [(visit.task.split, visit.number) for visit in (shop.visit(), shop.visit())] == [("test", 6)] * 2
+def test_a_task_that_was_asked_for_comes_first() -> None:
+    shop = open_shop(ShopOptions(task=6, panel="test", seed=1))
+    assert [(visit.task.split, visit.number) for visit in (shop.first(), shop.first())] == [("test", 6)] * 2
+    assert {shop.another().number for _ in range(9)} != {6}
 
 
 def test_a_task_that_the_panel_does_not_have_is_named_with_those_it_has() -> None:

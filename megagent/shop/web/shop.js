@@ -54,9 +54,7 @@ const VISIT = "megagent-visit"; // each tab has a visit of its own, and keeps it
 let visit = null;
 
 const act = (action) => during(async () => showVisit(await ask(`visits/${visit}/actions`, { action })));
-const start = (number) => during(async () => {
-  showVisit(await ask("visits", number === null ? {} : { task: number }));
-});
+const start = (task) => during(async () => showVisit(await ask("visits", { task }))); // "first", "another" or a number
 
 function clickable(button) {
   const element = make("button", button.label, button.selected ? "selected" : "");
@@ -125,7 +123,7 @@ async function openShop(site) {
   write("panel", `${site.panel} panel, ${site.tasks} tasks`);
   at("task-number").max = site.tasks - 1;
   show("shop-controls", true);
-  at("new-task").addEventListener("click", () => start(null));
+  at("new-task").addEventListener("click", () => start("another"));
   at("go-to-task").addEventListener("click", () => start(at("task-number").valueAsNumber));
   at("search").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -133,10 +131,10 @@ async function openShop(site) {
   });
   const kept = sessionStorage.getItem(VISIT);
   try {
-    showVisit(kept ? await ask(`visits/${kept}`) : await ask("visits", {}));
+    showVisit(kept ? await ask(`visits/${kept}`) : await ask("visits", { task: "first" }));
   } catch (error) {
     if (error.status !== 404) throw error;
-    showVisit(await ask("visits", {})); // the shop has forgotten the visit
+    showVisit(await ask("visits", { task: "first" })); // the shop has forgotten the visit
   }
 }
 
