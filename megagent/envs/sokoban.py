@@ -41,8 +41,9 @@ class SokobanConfig(EnvConfig):
         if self.moves > self.max_steps:
             fix = f"lower it, or set env.max_steps={self.moves}"
             yield "moves", f"env.moves={self.moves}: an episode ends after env.max_steps={self.max_steps}; {fix}"
-        if 3 * self.boxes > (self.size - 2) ** 2:
-            fix = f"raise env.size or set env.boxes={max(1, (self.size - 2) ** 2 // 3)}"
+        most = (self.size - 2) ** 2 // 3
+        if 1 <= most < self.boxes:
+            fix = f"raise env.size or set env.boxes={most}"
             yield "boxes", f"env.boxes={self.boxes}: too many for a room of env.size={self.size}; {fix}"
 
 
@@ -175,8 +176,7 @@ class SokobanWorld:
                 found = f"only {len(panels['train'])} different ones of env.size={config.size} were found"
                 raise ConfigError([f"env.rooms={config.rooms}: {found}; lower it, or raise env.size or env.moves"])
             room = random_room(config.size, config.boxes, config.moves, rng)
-            key = str(room).replace("\n", "/")
-            if room is None or key in seen:
+            if room is None or (key := str(room).replace("\n", "/")) in seen:
                 continue
             seen.add(key)
             digest = hashlib.sha256(key.encode()).hexdigest()
