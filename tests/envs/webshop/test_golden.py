@@ -174,10 +174,25 @@ def test_nouns_by_rule_change_few_scores(original, goals, data):
 def test_real_goals_are_split_by_product(shop_file):
     world = build_world(WebShopConfig(catalog=str(shop_file)))
     asins = {split: {world.goal(task).product.asin for task in world.tasks(split)} for split in SPLITS}
-    assert sum(map(len, asins.values())) == len(set().union(*asins.values())) == 415
-    assert sum(len(world.tasks(split)) for split in SPLITS) == 6901
-    assert len(world.tasks("validation")) >= 128
-    assert len(world.tasks("test")) >= 128
+    assert {split: (len(asins[split]), len(world.tasks(split))) for split in SPLITS} == {
+        "warmup": (44, 909),
+        "train": (295, 4820),
+        "validation": (38, 550),
+        "test": (38, 622),
+    }
+    assert len(set().union(*asins.values())) == 415
+
+
+def test_the_original_trains_on_what_it_holds_out(original):
+    lists = OriginalGoals(original.catalog, human=False)
+
+    def asked(seed, places):
+        return {(goal.product.asin, goal.options) for goal in lists.of_seed(seed)[places]}
+
+    held_out, rest = slice(500), slice(500, None)
+    tested, trained = asked(1000, held_out), [asked(seed, rest) for seed in range(16)]
+    assert len(tested & trained[0]) == 457
+    assert len(tested & set().union(*trained)) == 500
 
 
 def test_human_goals_are_made_of_what_people_wrote_of_these_products(shop_file):
