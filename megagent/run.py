@@ -170,6 +170,7 @@ def open_run(config: Config) -> Iterator[Run]:
     """
     with ExitStack() as stack:
         world = build_world(config.env)
+        world.draw("train", config.trainer.tasks_per_iteration, config.trainer.seed, 1)  # raises if it cannot
         tokenizer = load_tokenizer(config.model.path)
         _check_first_prompts(world, PromptBuilder(config.env, config.rollout, tokenizer))
         folder = stack.enter_context(RunFolder.create(config, world.digest))

@@ -16,7 +16,7 @@ from megagent.envs.webshop.config import EMBEDDED, WebShopConfig
 from megagent.envs.webshop.deal import Prices
 from megagent.envs.webshop.environment import WebShopEnvironment
 from megagent.envs.webshop.goals import Goal, hash_of
-from megagent.envs.webshop.original import OriginalPanels
+from megagent.envs.webshop.original import OriginalPanels, SeededGoals
 from megagent.envs.webshop.panels import split_by_product, split_by_request
 from megagent.envs.webshop.rules import Rules, rules_of
 from megagent.envs.webshop.search import SearchIndex
@@ -136,6 +136,12 @@ class WebShopWorld:
     def random_goal(self, task: Task, rng: random.Random) -> Goal:
         """The goal of the visit that begins by itself after a purchase, where the rules have that."""
         return self._source.random_goal(task, rng)
+
+    def goal_list(self, seed: int) -> SeededGoals:
+        """The goals of verl-agent's worker with a seed, in its order. Raises MegagentError under env.compat=none."""
+        if not isinstance(self._source, OriginalPanels):
+            raise MegagentError("only env.compat=verl_agent has goal lists by seed; use tasks(split)")
+        return self._source.goals.of_seed(seed)
 
     def make(self) -> WebShopEnvironment:
         return WebShopEnvironment(self)

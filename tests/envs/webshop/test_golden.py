@@ -20,7 +20,6 @@ from megagent.envs.base import SPLITS
 from megagent.envs.webshop.build import build_catalog
 from megagent.envs.webshop.config import WebShopConfig
 from megagent.envs.webshop.nouns import title_nouns
-from megagent.envs.webshop.original import OriginalGoals
 from megagent.envs.webshop.reward import purchase_reward
 from megagent.envs.webshop.rules import HONEST, ORIGINAL
 from megagent.envs.webshop.session import Session
@@ -62,7 +61,7 @@ def original(request, folder, shop_file):
 @pytest.fixture(scope="module")
 def goals(original):
     """The goal list of seed 0."""
-    return OriginalGoals(original.catalog, human=False).of_seed(0)
+    return original.goal_list(0)
 
 
 def test_every_query_finds_what_lucene_finds_in_its_order(original, data):
@@ -184,10 +183,8 @@ def test_real_goals_are_split_by_product(shop_file):
 
 
 def test_the_original_trains_on_what_it_holds_out(original):
-    lists = OriginalGoals(original.catalog, human=False)
-
     def asked(seed, places):
-        return {(goal.product.asin, goal.options) for goal in lists.of_seed(seed)[places]}
+        return {(goal.product.asin, goal.options) for goal in original.goal_list(seed)[places]}
 
     held_out, rest = slice(500), slice(500, None)
     tested, trained = asked(1000, held_out), [asked(seed, rest) for seed in range(16)]
@@ -207,7 +204,7 @@ def test_human_goals_are_made_of_what_people_wrote_of_these_products(shop_file):
 
 def test_human_goals_of_the_original_are_won_by_bare_values(shop_file):
     world = build_world(WebShopConfig(catalog=str(shop_file), compat="verl_agent", goals="human"))
-    goals = OriginalGoals(world.catalog, human=True).of_seed(0)
+    goals = world.goal_list(0)
     assert len(goals) == 13
     for index, goal in enumerate(goals):
         assert world.goal(goals.task(index, "train")) == goal

@@ -104,7 +104,7 @@ def test_the_originals_panels_are_the_head_and_the_rest_of_its_lists():
     }
     assert compat.tasks("validation")[0].uid == "verl-agent-1000-0"
     assert compat.tasks("train")[0].uid == "verl-agent-0-500"
-    assert compat.goal(compat.tasks("train")[5]).text == compat._source.goals.of_seed(0)[505].text
+    assert compat.goal(compat.tasks("train")[5]).text == compat.goal_list(0)[505].text
 
 
 def test_prices_are_those_of_the_seed_that_drew_the_goal(folder):
@@ -112,3 +112,8 @@ def test_prices_are_those_of_the_seed_that_drew_the_goal(folder):
     one, other = (compat.goal(task) for task in compat.draw("train", 2, seed=0, iteration=1))
     assert (one.price_seed, other.price_seed) == (0, 1)
     assert compat.shop.price(0, one) != compat.shop.price(0, other)
+
+
+def test_goal_lists_by_seed_are_the_originals_only(world):
+    with pytest.raises(MegagentError, match="only env.compat=verl_agent has goal lists by seed"):
+        world.goal_list(0)
