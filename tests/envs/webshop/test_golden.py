@@ -182,6 +182,13 @@ def test_real_goals_are_split_by_product(shop_file):
     assert len(set().union(*asins.values())) == 415
 
 
+def test_two_seeds_agree_as_little_as_in_the_original(original):
+    one, other = ([((g.product.asin, g.options), g.text) for g in original.goal_list(seed)] for seed in (0, 1))
+    assert sum(a == b for (a, _), (b, _) in zip(one, other, strict=True)) == 3
+    texts = dict(other)
+    assert sum(text == texts[asked] for asked, text in dict(one).items()) == 2804
+
+
 def test_the_original_trains_on_what_it_holds_out(original):
     def asked(seed, places):
         return {(goal.product.asin, goal.options) for goal in original.goal_list(seed)[places]}
