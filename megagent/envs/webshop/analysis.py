@@ -32,10 +32,7 @@ _BOUNDARY = regex.compile(r"\b", regex.WORD | regex.VERSION1)
 # Halfwidth voiced marks are alphabetic by property, and make no word by themselves.
 _WORD = regex.compile(rf"[[\p{{Alphabetic}}\p{{Nd}}\p{{Han}}{_PICTOGRAPHS}]--[\uff9e\uff9f]]", regex.VERSION1)
 # UAX #29 for ASCII: letters, digits and underscores, joined by one sign between two letters or between two digits.
-_ASCII_WORD = re.compile(
-    r"_*[A-Za-z0-9](?:\w|(?<=[A-Za-z])[.':](?=[A-Za-z])|(?<=[0-9])[.',;](?=[0-9]))*",
-    re.ASCII,
-)
+_ASCII_SEGMENT = re.compile(r"\w(?:\w|(?<=[A-Za-z])[.':](?=[A-Za-z])|(?<=[0-9])[.',;](?=[0-9]))*", re.ASCII)
 # What joins to the character before it, a space included: there the pieces of a text depend on each other.
 _JOINS_A_SPACE = regex.compile(r" \p{WB=WSegSpace}*[\p{WB=Extend}\p{WB=Format}\p{WB=ZWJ}]")
 _LONGEST = 255  # characters; Lucene cuts longer words into pieces
@@ -84,7 +81,7 @@ def segment_terms(segment: str) -> list[str]:
 
 def ascii_segments(text: str) -> list[str]:
     """The words of an ASCII text."""
-    return _ASCII_WORD.findall(text)
+    return [segment for segment in _ASCII_SEGMENT.findall(text) if segment[0] != "_" or segment.strip("_")]
 
 
 def unicode_segments(text: str) -> list[str]:

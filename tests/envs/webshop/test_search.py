@@ -123,6 +123,11 @@ def test_words_are_those_of_lucene(text, expected):
     assert terms(text) == expected
 
 
+@pytest.mark.parametrize("piece", ["_", "a ", "(", "a.b", "1,", "\u00e9"])
+def test_a_megabyte_of_anything_is_cut_into_words(piece):
+    assert all(len(term) <= 255 for term in terms(piece * (1_000_000 // len(piece))))
+
+
 def test_a_word_longer_than_lucene_takes_is_cut():
     assert [len(term) for term in terms("x" * 600)] == [255, 255, 90]
 
