@@ -159,12 +159,15 @@ class ProductReader:
             raise CatalogError(f"the record of product {position} is damaged ({error}); build it again") from None
 
     def position(self, asin: str) -> int | None:
-        """Where the product with an asin is; None if there is none."""
+        """Where the product with an asin is; None if there is none. Raises CatalogError if the order is damaged."""
         raw = asin.encode("utf-8", "surrogatepass")
         if len(raw) > self._asins.itemsize or raw.endswith(b"\0"):  # what a fixed width would cut off
             return None
         wanted = np.array(raw, self._asins.dtype)
-        at = int(np.searchsorted(self._asins, wanted, sorter=self._by_asin))
+        try:
+            at = int(np.searchsorted(self._asins, wanted, sorter=self._by_asin))
+        except ValueError as error:
+            raise CatalogError(f"the catalogue's order of asins is damaged ({error}); build it again") from None
         if at == len(self):
             return None
         position = int(self._by_asin[at])

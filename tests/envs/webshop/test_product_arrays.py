@@ -118,6 +118,14 @@ def test_a_scratch_folder_changes_nothing_but_the_place(tmp_path):
     assert list(tmp_path.iterdir())
 
 
+def test_a_damaged_order_of_asins_is_told():
+    builder = ProductArrays(None)
+    builder.add(PLAIN)
+    arrays = {**builder.finish(), "products/by_asin": np.array([7], np.uint32)}
+    with pytest.raises(CatalogError, match="order of asins is damaged"):
+        ProductReader(arrays).position("B1")
+
+
 def test_a_damaged_record_is_named():
     builder = ProductArrays(None)
     builder.add(PLAIN)
