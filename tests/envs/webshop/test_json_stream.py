@@ -87,14 +87,12 @@ def test_an_entry_without_a_quoted_name_is_named_with_the_place(tmp_path):
         ("x.json", '["é'.encode()[:-1], "x.json: not UTF-8 text at byte 2"),
         ("x.json.gz", gzip.compress(b"[" + b"9, " * 99)[:-9], "x.json.gz: the compressed file is damaged or cut short"),
         ("x.json.gz", b"[]", "x.json.gz: the compressed file is damaged or cut short"),
-        ("x.json", b"[" * 100_000, "x.json: not whole JSON"),
+        ("x.json", b"[" * 9_999, "x.json: not whole JSON"),
         ("x.json", b"[" + b"9" * 5000 + b"]", "x.json: not whole JSON, it breaks at line 1, column 2"),
     ],
 )
-@pytest.mark.parametrize("piece", [1, 1 << 20])
+@pytest.mark.parametrize("piece", [2, 1 << 20])
 def test_a_damaged_file_is_named_with_the_place(tmp_path, monkeypatch, piece, name, content, message):
-    if piece == 1 and len(content) > 9999:
-        pytest.skip("takes long, byte by byte")
     monkeypatch.setattr(json_stream, "_PIECE", piece)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CatalogError, match=message):
