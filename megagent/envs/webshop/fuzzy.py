@@ -22,7 +22,10 @@ def _ratio(first: str, second: str) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def token_set_ratio(first: str, second: str) -> int:
-    """The best of three comparisons: the shared words, and each side's shared and own words, sorted and joined."""
+    """The best of three comparisons: the shared words, and each side's shared and own words, sorted and joined.
+
+    The order counts, as difflib finds other blocks from the other side: what is bought comes first.
+    """
     one, other = _words(first), _words(second)
     if not one or not other:
         return 0

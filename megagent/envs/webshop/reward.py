@@ -85,7 +85,7 @@ def _title_score(asked: tuple[str, ...], bought: tuple[str, ...]) -> float:
 
 
 def _has_attribute(product: Product, attribute: str) -> bool:
-    if any(token_set_ratio(attribute, own) > _ALIKE for own in product.attributes):
+    if any(token_set_ratio(own, attribute) > _ALIKE for own in product.attributes):
         return True
     texts = (product.title, " ".join(product.bullets), product.description)
     return any(attribute in text.lower() for text in texts)
@@ -100,8 +100,10 @@ def _bought_under_any_name(name: str, value: str, chosen: Mapping[str, str]) -> 
 
     Of a human goal only the value is asked for, without a name; it is normalised as the bought values are.
     """
-    asked = next((color for color in _COLORS if color in (name, value)), f"{name} {value}") if name else _color(value)
-    return any(token_set_ratio(asked, _color(bought)) > _ALIKE for bought in chosen.values())
+    pair = (name, value)
+    # As Python prints the pair: a no-break space in the value is spelt out there, and not in the bought one.
+    asked = next((color for color in _COLORS if color in pair), str(pair)) if name else _color(value)
+    return any(token_set_ratio(_color(bought), asked) > _ALIKE for bought in chosen.values())
 
 
 def _color(value: str) -> str:

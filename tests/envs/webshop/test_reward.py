@@ -93,3 +93,20 @@ def test_the_asked_colour_wins_here_and_cannot_be_satisfied_in_the_original(shir
     goal = goal_of(shirt, ("color", value))
     assert purchase_reward(goal, shirt, 1.0, {"color": value}, HONEST).score == 1.0
     assert purchase_reward(goal, shirt, 1.0, {"color": value}, ORIGINAL).score < 1.0
+
+
+def test_the_original_spells_out_what_python_does_not_print_in_an_asked_option(shirt):
+    value = "160x100\u00a0cm"
+    goal = goal_of(shirt, ("size", value))
+    assert purchase_reward(goal, shirt, 1.0, {"size": value}, ORIGINAL).options == 0.0
+    assert purchase_reward(goal, shirt, 1.0, {"size": value}, HONEST).options == 1.0
+
+
+@pytest.mark.parametrize(
+    ("bought", "asked", "met"), [("eccec bac bb", "ccbec bac bb", 0.0), ("ccbec bac bb", "eccec bac bb", 1.0)]
+)
+def test_what_is_bought_is_compared_with_what_is_asked_and_not_the_other_way_round(shirt, bought, asked, met):
+    goal = replace(goal_of(shirt), attributes=(asked,))
+    assert purchase_reward(goal, replace(shirt, attributes=(bought,)), 1.0, {}, HONEST).attributes == met
+    named = goal_of(shirt, ("", asked))
+    assert purchase_reward(named, shirt, 1.0, {"style": bought}, ORIGINAL).options == met
