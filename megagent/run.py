@@ -26,7 +26,6 @@ from megagent.observe.run_folder import RunFolder
 from megagent.parallel import platform
 from megagent.rollout.collector import Collector
 from megagent.rollout.episode import Episode, step_rows
-from megagent.rollout.memory import History
 from megagent.rollout.metrics import rollout_metrics, sampler_metrics, validation_metrics
 from megagent.rollout.prompts import PromptBuilder
 
@@ -90,7 +89,10 @@ class Run:
         trainer = self.config.trainer
         tasks = self.world.draw("train", trainer.tasks_per_iteration, trainer.seed, iteration)
         seed = trainer.seed * 100_003 + iteration
-        return self.collector.collect(tasks, self.config.env.rollout.n, self.config.rollout.temperature, seed, progress)
+        n, temperature, cut = self.config.env.rollout.n, self.config.rollout.temperature, self.collector.prompts.cut
+        episodes = self.collector.collect(tasks, n, temperature, seed, progress)
+        self.metrics["rollout/cut_prompts"] = float(self.collector.prompts.cut - cut)
+        return episodes
 
     def rows(self, episodes: Sequence[Episode]) -> StepBatch:
         return step_rows(episodes)
@@ -213,4 +215,4 @@ def _check_first_prompts(world: World, prompts: PromptBuilder) -> None:
         tasks = world.tasks(panel)
         some = range(0, len(tasks), -(-len(tasks) // FIRST_PROMPTS))
         first = [environment.reset(tasks[index]) for index in some]
-        prompts.build(max(first, key=lambda observation: len(observation.task)), History(0))
+        prompts.require_fit(max(first, key=lambda observation: len(observation.task)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEPARATOR = " [SEP] "
+_MOST_CHARACTERS = 16  # of a page for each token of the limit; no more is looked at, should the page be a megabyte
 
 
 def webshop(observation: Observation, history: History) -> str:
@@ -110,6 +112,8 @@ class PromptBuilder:
     Raises ConfigError when env.prompt names no style.
     """
 
+    cut = 0  # prompts whose page or actions were cut, so far
+
     def __init__(self, env: EnvConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._style = prompt_style(env)
         self._limit = rollout.max_prompt_tokens
@@ -119,18 +123,51 @@ class PromptBuilder:
     def build(self, observation: Observation, history: History) -> list[int]:
         """Token ids of the prompt, at most rollout.max_prompt_tokens of them.
 
-        A prompt that is too long is built again without its history. Raises MegagentError if it is too long even so.
+        One that is too long loses its history, and if that is not enough, the end of its page and then of its list of
+        actions, which can be taken all the same; `cut` counts these. Raises MegagentError if the task alone is longer.
         """
-        token_ids = self.encode(self._style(observation, history))
+        token_ids = self._ids(observation, history)
         if len(token_ids) > self._limit and history.last():
-            token_ids = self.encode(self._style(observation, History(0)))
+            token_ids = self._ids(observation)
         if len(token_ids) > self._limit:
+            self.cut += 1
+            token_ids = self._shortened(observation)
+        return token_ids
+
+    def require_fit(self, observation: Observation) -> None:
+        """Raises MegagentError if the prompt is too long without history."""
+        tokens = len(self._ids(observation))
+        if tokens > self._limit:
             raise MegagentError(
-                f"a prompt of {len(token_ids)} tokens (without history) is longer than rollout.max_prompt_tokens="
-                f"{self._limit}. Set rollout.max_prompt_tokens={len(token_ids)} or more, or show fewer products on a "
+                f"a prompt of {tokens} tokens (without history) is longer than rollout.max_prompt_tokens="
+                f"{self._limit}. Set rollout.max_prompt_tokens={tokens} or more, or show fewer products on a "
                 "page (env.page_size)."
             )
-        return token_ids
+
+    def _shortened(self, observation: Observation) -> list[int]:
+        """The prompt with as many of its actions as fit, and then as much of its page."""
+        task = replace(observation, page="", admissible=())
+        self.require_fit(task)
+        actions = observation.admissible
+        fits = self._most(len(actions), lambda count: replace(task, admissible=actions[:count]))
+        listed = replace(task, admissible=actions[:fits])
+        page = observation.page[: _MOST_CHARACTERS * self._limit]
+        fits = self._most(len(page), lambda count: replace(listed, page=page[:count]))
+        return self._ids(replace(listed, page=page[:fits]))
+
+    def _most(self, most: int, made: Callable[[int], Observation]) -> int:
+        """The largest number up to `most` whose prompt fits, by bisection; that of 0 is known to fit."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if len(self._ids(made(middle))) <= self._limit:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _ids(self, observation: Observation, history: History | None = None) -> list[int]:
+        return self.encode(self._style(observation, history or History(0)))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one user message, through the chat template if the tokenizer has one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -28,6 +29,16 @@ class Words:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
         return [len(word) for word in text.split()]
+
+
+class Remembers(Words):
+    """Keeps the text that it encoded last."""
+
+    text = ""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.text = text
+        return super().encode(text, add_special_tokens)
 
 
 class Chat(Words):
@@ -113,11 +124,48 @@ def test_a_prompt_that_is_too_long_drops_its_history():
     assert builder("webshop", len(bare)).build(ITEM, past(("'a'", "click[a]"))) == bare
 
 
-def test_a_prompt_that_is_too_long_without_history_is_an_error_that_names_value_rule_and_fix():
-    tokens = len(Words().encode(webshop(ITEM, past()), False))
+def tokens_of(observation, style=webshop):
+    return len(Words().encode(style(observation, past()), False))
+
+
+@pytest.mark.parametrize(("name", "style"), [("webshop", webshop), ("webshop_compact", webshop_compact)])
+def test_a_page_that_is_too_long_is_cut_at_its_end_and_keeps_every_action(name, style):
+    long = replace(ITEM, page=f"{ITEM.page} [SEP] '{'soft ' * 5000}'")
+    limit = tokens_of(ITEM, style) + 10
+    tokenizer = Remembers()
+    cutter = builder(name, limit, tokenizer)
+    prompt = cutter.build(long, past(("'a'", "click[a]")))
+    assert limit - 3 <= len(prompt) <= limit
+    assert all(action in tokenizer.text for action in ITEM.admissible)
+    assert "soft soft" in tokenizer.text
+    assert cutter.cut == 1
+
+
+def test_actions_that_are_too_many_are_cut_after_the_page():
+    many = replace(ITEM, admissible=tuple(f"click[value {number}]" for number in range(1000)))
+    tokenizer = Remembers()
+    assert len(builder("webshop", 200, tokenizer).build(many, past())) <= 200
+    assert "click[value 0]" in tokenizer.text
+    assert "click[value 999]" not in tokenizer.text
+
+
+def test_a_prompt_that_fits_is_not_counted_as_cut():
+    whole = builder("webshop", tokens_of(ITEM))
+    whole.build(ITEM, past(("'a'", "click[a]")))
+    whole.require_fit(ITEM)
+    assert whole.cut == 0
+
+
+def test_a_first_prompt_that_is_too_long_is_an_error_that_names_value_rule_and_fix():
+    tokens = tokens_of(ITEM)
     with pytest.raises(MegagentError, match=f"{tokens} tokens.*rollout.max_prompt_tokens={tokens - 1}.*Set") as caught:
-        builder("webshop", tokens - 1).build(ITEM, past(("'a'", "click[a]")))
+        builder("webshop", tokens - 1).require_fit(ITEM)
     assert re.search(r"env\.page_size", str(caught.value))
+
+
+def test_a_task_that_is_too_long_by_itself_is_an_error():
+    with pytest.raises(MegagentError, match=r"longer than rollout\.max_prompt_tokens=20\."):
+        builder("webshop", 20).build(ITEM, past())
 
 
 def test_an_unknown_style_is_refused_with_those_that_exist():
