@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def run(
     console = console or Console(stderr=True, highlight=False)
     with _Display(console) as display:
         built = build_catalog(
-            source, out.expanduser(), skip_bad=skip_bad, overwrite=overwrite, on_progress=display.update
+            source, Path(os.path.expanduser(out)), skip_bad=skip_bad, overwrite=overwrite, on_progress=display.update
         )
     for line in summary(built):
         console.print(line, soft_wrap=True, markup=False)

@@ -31,6 +31,7 @@ from megagent.envs.webshop.tagger import Tagger, best_tagger
 from megagent.errors import CatalogError
 
 EMBEDDED = "embedded"
+_LONGEST_NAME = 200  # bytes of a file's name; most file systems take 255, and that of the scratch folder is longer
 _STALE = 60.0  # seconds; a build locks its folder long before
 
 
@@ -101,7 +102,8 @@ def build_catalog(
     """
     began = time.monotonic()
     check_out(out, overwrite=overwrite)
-    with _scratch_folder(out) as scratch, closing(open_source(source, scratch)) as records:
+    target = Path(os.path.realpath(out))  # a link stays one, and what is large lies where it leads
+    with _scratch_folder(target) as scratch, closing(open_source(source, scratch)) as records:
         reading = Reading(records, tagger or best_tagger(), skip_bad=skip_bad)
         arrays, digest = assemble(_watched(reading, on_progress), scratch)
         products = len(arrays["products/asins"])
@@ -117,7 +119,7 @@ def build_catalog(
         with finished.open("wb") as file:
             write_arrays(file, arrays, meta)
         size = finished.stat().st_size
-        os.replace(finished, out)
+        os.replace(finished, target)
     return Built(
         path=out,
         size=size,
@@ -133,15 +135,19 @@ def build_catalog(
 
 def check_out(out: Path, *, overwrite: bool) -> None:
     """Raises CatalogError if a catalogue cannot or must not be written to `out`."""
-    if not out.parent.is_dir():
-        raise CatalogError(f"{out}: the folder {out.parent} does not exist; create it first")
-    if not os.access(out.parent, os.W_OK):
-        raise CatalogError(f"{out}: no permission to write in {out.parent}; choose another place")
-    if out.is_dir():
+    # os.path's questions answer no where Path's raise: for names too long, or folders that may not be entered.
+    if len(os.fsencode(out.name)) > _LONGEST_NAME:
+        raise CatalogError(f"{out}: the name has more than {_LONGEST_NAME} bytes; choose a shorter one")
+    parent = os.path.dirname(os.path.realpath(out))
+    if not os.path.isdir(parent):
+        raise CatalogError(f"{out}: the folder {parent} does not exist; create it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CatalogError(f"{out}: no permission to write in {parent}; choose another place")
+    if os.path.isdir(out):
         raise CatalogError(f"{out}: is a folder; give the name of a file, such as {out / 'catalog.shop'}")
-    if out.exists() and not is_array_file(out):
+    if os.path.exists(out) and not is_array_file(out):
         raise CatalogError(f"{out}: exists and is not a built catalogue, so it is not replaced; choose another name")
-    if out.exists() and not overwrite:
+    if os.path.exists(out) and not overwrite:
         raise CatalogError(f"{out}: exists; replace it with --overwrite, or choose another name")
 
 
@@ -173,7 +179,7 @@ def _scratch_folder(out: Path) -> Iterator[Path]:
 def _remove_stale(folder: Path) -> None:
     """Removes the scratch folder of a build that is no longer running."""
     try:
-        if not (folder / "lock").exists() and time.time() - folder.stat().st_mtime < _STALE:
+        if not os.path.exists(folder / "lock") and time.time() - folder.stat().st_mtime < _STALE:
             return
         with _lock(folder / "lock"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,7 @@ product is decoded when it is asked for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -50,8 +51,8 @@ class Catalog(Sequence[Product]):
         The titles of a folder are tagged by rule: what has a better tagger's nouns is a file built with one.
         Raises CatalogError if there is none, or with all faults of the folder's files.
         """
-        path = Path(name).expanduser()
-        if str(name) != EMBEDDED and path.is_file():
+        path = Path(os.path.expanduser(name))  # Path's own questions raise for names that cannot be
+        if str(name) != EMBEDDED and os.path.isfile(path):
             return cls.open(path)
         with closing(open_source(EMBEDDED if str(name) == EMBEDDED else path)) as source:
             reading = Reading(source, RuleTagger())

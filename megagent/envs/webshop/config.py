@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from megagent.config import EnvConfig, ReplyRules, number, one_of
 from megagent.envs.webshop.rules import rules_of
@@ -31,6 +31,6 @@ class WebShopConfig(EnvConfig):
     def problems(self) -> Iterator[tuple[str, str]]:
         if not self.catalog:
             yield "catalog", "env.catalog: must not be empty"
-        elif self.catalog != EMBEDDED and not Path(self.catalog).expanduser().exists():
+        elif self.catalog != EMBEDDED and not os.path.exists(os.path.expanduser(self.catalog)):
             fix = "give a folder with the catalogue's files, what `megagent shop build` made of one, or embedded"
             yield "catalog", f"env.catalog={self.catalog}: there is no such folder or file; {fix}"

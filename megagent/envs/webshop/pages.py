@@ -116,7 +116,11 @@ def option_labels(product: Product, rules: Rules) -> dict[str, tuple[str, str]]:
     labels: dict[str, tuple[str, str]] = {}
     for name, value in named:
         plain = times[value] == 1 and value and value not in _RESERVED
-        labels[value if plain else f"{name}: {value}"] = (name, value)
+        label = first = value if plain else f"{name}: {value}"
+        number = 2
+        while label in labels:  # a value can read as another's name and value
+            label, number = f"{first} ({number})", number + 1
+        labels[label] = (name, value)
     return labels
 
 

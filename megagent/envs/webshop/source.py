@@ -11,6 +11,7 @@ memory can be read.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from array import array
 from bisect import bisect_left
@@ -193,7 +194,7 @@ def _stream(items: JsonFile, broken: dict[str, Findings], names: Mapping[str, st
 
 def _find_files(folder: Path) -> dict[str, Path]:
     """Role -> path, of the files that are there."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         raise CatalogError(
             f"{folder}: no such folder. Give the folder that holds items_shuffle*.json and items_ins_v2*.json, or use "
             "the built-in products: embedded."

@@ -91,6 +91,25 @@ def test_an_output_that_cannot_be_is_refused_before_the_source_is_opened(tmp_pat
         check_out(tmp_path, overwrite=True)
 
 
+def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(CatalogError, match="the name has more than 200 bytes; choose a shorter one"):
+        build_catalog("embedded", tmp_path / ("x" * 300))
+    with pytest.raises(CatalogError, match="xxx: no such folder"):
+        build_catalog(tmp_path / ("x" * 300), tmp_path / "x.shop")
+    with pytest.raises(CatalogError, match="xxx: no such folder"):
+        Catalog.load(tmp_path / ("x" * 300))
+    with pytest.raises(CatalogError, match="nobody-at-all/x: no such folder"):
+        Catalog.load("~nobody-at-all/x")
+
+
+def test_a_link_is_followed_and_not_replaced(tmp_path):
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "x.shop").symlink_to(tmp_path / "large disk" / "y.shop")
+    build_catalog("embedded", tmp_path / "x.shop")
+    assert (tmp_path / "x.shop").is_symlink()
+    assert len(Catalog.open(tmp_path / "large disk" / "y.shop")) == 60
+
+
 def test_a_missing_source_is_named_and_nothing_is_left(tmp_path):
     with pytest.raises(CatalogError, match="no source: no such folder"):
         build_catalog(tmp_path / "no source", tmp_path / "x.shop")

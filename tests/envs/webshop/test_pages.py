@@ -6,6 +6,7 @@ from megagent.envs.webshop import pages
 from megagent.envs.webshop.pages import Part
 from megagent.envs.webshop.rules import HONEST, ORIGINAL
 
+from .shelf import product
 from .visits import acted, visit
 
 
@@ -111,3 +112,9 @@ def test_the_last_page_writes_options_as_the_original_does():
 def test_a_selected_option_is_said_before_the_page():
     parts = [Part("text", "a"), Part("option", "b", clicked=True), Part("option", "c", clicked=True)]
     assert pages.rich(parts).splitlines()[:3] == ["You have clicked c.", "You have clicked b.", "a"]
+
+
+def test_every_value_has_a_label_of_its_own_also_where_one_reads_as_another_name_and_value():
+    options = {"a": ("a: a", "a"), "": ("a", "buy now"), "b": ("a: a (2)",)}
+    labels = pages.option_labels(product("B1", options=options), HONEST)
+    assert sorted(labels.values()) == sorted((name, value) for name, values in options.items() for value in values)
