@@ -175,7 +175,6 @@ def test_the_tiny_agent_trains_on_the_real_products(tmp_path: Path) -> None:
     assert record["sampler/log_prob_diff/max"] < 1e-4
     assert record["rollout/lost_episodes"] == 0
     assert record["prompt_length/max"] <= 256
-    assert record["rollout/cut_prompts"] > 0  # in the embedded shop's vocabulary, real pages are long
     world = json.loads((run.folder / "world.json").read_text())
     assert (world["env"]["catalog"], world["env"]["compat"]) == (catalog, "none")
 

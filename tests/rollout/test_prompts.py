@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 
 import pytest
 
 from megagent.config import EnvConfig, RolloutConfig
-from megagent.envs.base import Observation
+from megagent.config_load import load
+from megagent.envs.base import Observation, build_world
 from megagent.errors import ConfigError, MegagentError
+from megagent.model_source import load_tokenizer
 from megagent.rollout.memory import History
 from megagent.rollout.prompts import PROMPTS, PromptBuilder, webshop, webshop_compact
 
@@ -147,6 +150,26 @@ def test_actions_that_are_too_many_are_cut_after_the_page():
     assert len(builder("webshop", 200, tokenizer).build(many, past())) <= 200
     assert "click[value 0]" in tokenizer.text
     assert "click[value 999]" not in tokenizer.text
+
+
+def test_pages_of_real_products_fit_into_the_prompt_of_the_tiny_agent():
+    catalog = os.environ.get("MEGAGENT_WEBSHOP_DATA")
+    if not catalog:
+        pytest.skip("set MEGAGENT_WEBSHOP_DATA to the folder with items_shuffle_1000.json.gz to read real pages")
+    config = load(["experiment=webshop_tiny", f"env.catalog={catalog}"])
+    world = build_world(config.env)
+    environment = world.make()
+    cutter = PromptBuilder(config.env, config.rollout, load_tokenizer(config.model.path))
+    for task in list(world.tasks("train"))[:20]:
+        first = environment.reset(task)
+        cutter.require_fit(first)
+        results = environment.step(f"search[{first.task}]").observation
+        product = next(action for action in results.admissible if action.startswith("click[b0"))
+        item = environment.step(product).observation
+        description = environment.step("click[description]").observation
+        for observation in (results, item, description):
+            assert len(cutter.build(observation, past())) <= config.rollout.max_prompt_tokens
+    assert cutter.cut > 20
 
 
 def test_a_prompt_that_fits_is_not_counted_as_cut():
