@@ -22,7 +22,7 @@ from megagent.envs.webshop.world import WebShopWorld
 class Mistakes:
     """How often a shopper errs, 0 to 1."""
 
-    item: float = 0.75  # opens some product of the page
+    item: float = 0.65  # opens some product of the page
     option: float = 0.60  # selects another value, for one of the options of an episode
     query: float = 0.10  # searches for another kind of product
 
