@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megagent: {error.name} is not installed; install megagent[cpu] or megagent[gpu].", file=sys.stderr)
         return 2
     except BrokenPipeError:  # megagent train --cfg | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return 141
 
 
@@ -92,6 +93,11 @@ def _terminated(number: int, frame: object) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def _forget_output() -> None:
+    """Standard output goes nowhere from now on: what is left in its buffer would fail once more at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _doctor(overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError([f"{overrides[0]}: megagent doctor takes no arguments"], source="command line")
@@ -105,7 +111,15 @@ def _shop(chosen: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise ConfigError([f"{text}: megagent shop takes no overrides; see --help" for text in rest], "command line")
     signal.signal(signal.SIGTERM, _terminated)
-    return command.run(chosen)
+    try:
+        status = command.run(chosen)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _forget_output()
+        raise MegagentError(f"megagent: the output cannot be written ({error.strerror}); make room for it") from None
+    return status
 
 
 def _refuse_options(overrides: Sequence[str]) -> None:

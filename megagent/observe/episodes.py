@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 Decode = Callable[[list[int]], str]
 Value = TypeVar("Value")
 
-_KINDS = {str: "a text", bool: "true or false", float: "a number", list: "a list", dict: "an object"}
+_LARGEST = 2**53  # of whole numbers that a float holds exactly
+
+_KINDS = {str: "a text", bool: "true or false", float: "a finite number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +161,10 @@ def _field(record: Any, name: str, kind: type[Value], where: str) -> Value:
     if name not in record:
         raise MegagentError(f"{where}: the field {name} is missing; is this a file of recorded episodes?")
     value = record[name]
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= _LARGEST:
         value = float(value)
-    if type(value) is not kind:
+    # JSON as Python reads it has NaN and Infinity, a browser's has not.
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise MegagentError(f"{where}: the field {name} must be {_KINDS[kind]}, not {_shortened(value)}")
     return value
 

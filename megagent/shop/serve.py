@@ -53,7 +53,7 @@ def serve_replay(path: Path, episode: int | None, host: str, port: int) -> None:
     """Serves recorded episodes until Ctrl-C. Raises MegagentError for a malformed file."""
     episodes = chosen(path, episode)
     with WebServer(host, port) as server:
-        server.serve(ReplaySite(episodes, path.name), f"{len(episodes)} recorded episodes. Look at them at")
+        server.serve(ReplaySite(episodes, path.name), f"Recorded episodes: {len(episodes)}. Look at")
 
 
 class WebServer(socketserver.ThreadingMixIn, HTTPServer):
@@ -121,7 +121,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, respond: Any) -> None:
         try:
             self._check_host()
-            content, kind = respond()
+            try:
+                content, kind = respond()
+            except ValueError as error:  # urlsplit, of http://[
+                raise Refused(400, f"the address or the origin is malformed ({error})") from None
         except Refused as refusal:
             # What is left of the request's body would be read as the next request.
             self.close_connection = True

@@ -108,7 +108,9 @@ def without(name: str, **values: Any) -> Any:
     [
         (without("won"), "line 2: the field won is missing; is this a file of recorded episodes?"),
         (without("", won=1), "line 2: the field won must be true or false, not 1"),
-        (without("", score=True), "line 2: the field score must be a number, not true"),
+        (without("", score=True), "line 2: the field score must be a finite number, not true"),
+        (without("", score=float("nan")), "line 2: the field score must be a finite number, not NaN"),
+        (without("", score=10**400), f"line 2: the field score must be a finite number, not 1{'0' * 39}..."),
         (without("", steps={"a": 1}), 'line 2: the field steps must be a list, not {"a": 1}'),
         (without("", steps=["x" * 99]), f'line 2, step 0: not an object, but "{"x" * 39}...'),
         (without("", steps=[{}]), "line 2, step 0: the field page is missing; is this a file of recorded episodes?"),

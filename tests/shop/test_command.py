@@ -64,3 +64,11 @@ def test_shopping_needs_nothing_heavy() -> None:
         command, input="shirt\n", cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=True
     )
     assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_under_the_output_is_one_sentence() -> None:
+    command = f"{sys.executable} -m megagent shop play </dev/null >/dev/full"
+    ended = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=150)
+    told = "megagent: the output cannot be written (No space left on device); make room for it\n"
+    assert (ended.returncode, ended.stderr) == (2, told)

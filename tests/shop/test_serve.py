@@ -100,6 +100,10 @@ def test_a_page_of_another_origin_cannot_act(client: Client) -> None:
     assert client.refusal(client.post, "api/visits", {}, headers)[0] == 403
 
 
+def test_a_malformed_origin_is_refused(client: Client) -> None:
+    assert client.refusal(client.post, "api/visits", {}, {"Origin": "http://[x"})[0] == 400
+
+
 def test_a_form_of_another_page_cannot_act(client: Client) -> None:
     headers = {"Content-Type": "text/plain"}
     assert client.refusal(client.post, "api/visits", {}, headers)[0] == 415

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megagent.envs.webshop.analysis import terms
 from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.search_build import IndexBuilder, encoded, term_hash
+from megagent.errors import CatalogError
 
 MOST_RESULTS = 50
 MOST_TERMS = 1024  # distinct terms of a query; Lucene refuses more, here the later ones are ignored
@@ -70,14 +71,17 @@ class SearchIndex:
         """Positions of the best matching products, best first, equal scores by asin; at most `most`.
 
         Only products that hold a term of the query are returned. Repeating a term multiplies its weight; distinct terms
-        beyond the first 1,024 are ignored.
+        beyond the first 1,024 are ignored. Raises CatalogError if the index is damaged where the query needs it.
         """
-        asked = self._asked(query)
-        if not asked or most < 1:
-            return []
-        if len(self._positions) <= _SMALL:
-            return self._ordered(*self._score_all(asked), most)
-        return self._ordered(*self._score_best(asked, most), most)
+        try:
+            asked = self._asked(query)
+            if not asked or most < 1:
+                return []
+            if len(self._positions) <= _SMALL:
+                return self._ordered(*self._score_all(asked), most)
+            return self._ordered(*self._score_best(asked, most), most)
+        except IndexError as error:
+            raise CatalogError(f"the catalogue's search index is damaged ({error}); build it again") from None
 
     def search_all(self, query: str, most: int = MOST_RESULTS) -> list[int]:
         """As `search`, always by scoring every holder of a term: the slow way that the fast one is held against."""
@@ -86,7 +90,10 @@ class SearchIndex:
     def _ordered(self, found: NDArray[Any], scores: NDArray[np.float32], most: int) -> list[int]:
         # Documents are numbered by asin, and the sort is stable: so are ties.
         best = found[np.argsort(-scores, kind="stable")[:most]]
-        return self._positions[best].tolist()
+        positions: list[int] = self._positions[best].tolist()
+        if positions and not 0 <= min(positions) <= max(positions) < len(self._positions):
+            raise IndexError(f"it has products {min(positions)} to {max(positions)} of {len(self._positions)}")
+        return positions
 
     def _asked(self, query: str) -> list[_Asked]:
         """The terms of `query` that are in the index, in the order of the query."""

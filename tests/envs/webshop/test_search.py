@@ -16,6 +16,7 @@ from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.search import SearchIndex
 from megagent.envs.webshop.search_build import IndexBuilder, coded_length, document
 from megagent.envs.webshop.stemmer import stem
+from megagent.errors import CatalogError
 
 
 def product(asin: str, title: str, **fields) -> Product:
@@ -180,6 +181,16 @@ def test_an_empty_catalogue_has_an_index_that_finds_nothing(tmp_path):
     assert SearchIndex.of([]).search("hat") == []
     assert SearchIndex(IndexBuilder(tmp_path).finish()).search("hat") == []
     assert SearchIndex.of(products_of("", "of the")).search("hat of") == []
+
+
+@pytest.mark.parametrize("name", ["positions", "best", "codes", "documents"])
+def test_a_damaged_index_is_told(name):
+    builder = IndexBuilder()
+    for own in products_of("red shirt", "blue shirt"):
+        builder.add(own)
+    arrays = builder.finish()
+    with pytest.raises(CatalogError, match="search index is damaged"):
+        SearchIndex({**arrays, f"search/{name}": np.full_like(arrays[f"search/{name}"], 60_000)}).search("shirt")
 
 
 def test_terms_of_one_hash_are_told_apart(monkeypatch):
