@@ -2,16 +2,19 @@
 
     products/records   the records, one after the other, UTF-8
     products/starts    where each begins, and the end of the last
+    products/sums      CRC-32 of each
     products/asins     asin of each, in file order
     products/by_asin   positions in the order of the asins
 
 A record is the product's fields in order. No text holds control characters, so those of ASCII that were made to
-separate do it, and decoding a record is little more than splitting it.
+separate do it, and decoding a record is little more than splitting it. Its sum is checked whenever it is decoded: a
+changed bit in a text would be another reward, and nobody would know.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,11 +107,12 @@ def _parted(text: str) -> tuple[str, ...]:
 
 
 class ProductArrays:
-    """Builds the arrays of products that are added one at a time; in memory it takes 90 bytes a product."""
+    """Builds the arrays of products that are added one at a time; in memory it takes 94 bytes a product."""
 
     def __init__(self, scratch: Path | None) -> None:
         self._records = GrowingArray(scratch, "products/records", "u1")
         self._starts = array("Q", [0])
+        self._sums = array("I")
         self._asins: list[bytes] = []
         self._hash = hashlib.sha256()
 
@@ -119,6 +123,7 @@ class ProductArrays:
         """Adds a product that is encoded already."""
         self._records.append(record)
         self._starts.append(self._starts[-1] + len(record))
+        self._sums.append(zlib.crc32(record))
         self._asins.append(record[: record.index(_FIELD.encode())])
         self._hash.update(record)
 
@@ -132,6 +137,7 @@ class ProductArrays:
         return {
             "products/records": self._records.finish(),
             "products/starts": np.array(self._starts, np.uint64),
+            "products/sums": np.array(self._sums, np.uint32),
             "products/asins": asins,
             "products/by_asin": np.argsort(asins, kind="stable").astype(np.uint32),
         }
@@ -144,6 +150,7 @@ class ProductReader:
         # Plain buffers: taking one number out of them costs a tenth of what it does out of an array.
         self._records = arrays["products/records"].data
         self._starts = arrays["products/starts"].data
+        self._sums = arrays["products/sums"].data
         self._asins = arrays["products/asins"]
         self._by_asin = arrays["products/by_asin"]
 
@@ -153,10 +160,9 @@ class ProductReader:
     def product(self, position: int) -> Product:
         """The product at a position from 0. Raises CatalogError if its record is damaged."""
         record = bytes(self._records[self._starts[position] : self._starts[position + 1]])
-        try:
-            return decode(record)
-        except ValueError as error:
-            raise CatalogError(f"the record of product {position} is damaged ({error}); build it again") from None
+        if zlib.crc32(record) != self._sums[position]:
+            raise CatalogError(f"the catalogue's record of product {position} is damaged; build it again")
+        return decode(record)
 
     def position(self, asin: str) -> int | None:
         """Where the product with an asin is; None if there is none. Raises CatalogError if the order is damaged."""

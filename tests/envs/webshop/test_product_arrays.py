@@ -126,10 +126,15 @@ def test_a_damaged_order_of_asins_is_told():
         ProductReader(arrays).position("B1")
 
 
-def test_a_damaged_record_is_named():
+@pytest.mark.parametrize("name", ["records", "sums"])
+def test_a_single_changed_bit_of_a_record_is_told(name):
     builder = ProductArrays(None)
     builder.add(PLAIN)
-    arrays = builder.finish()
-    arrays["products/records"] = np.zeros_like(arrays["products/records"])
-    with pytest.raises(CatalogError, match="the record of product 0 is damaged"):
-        ProductReader(arrays).product(0)
+    arrays = {key: array.copy() for key, array in builder.finish().items()}
+    raw = arrays[f"products/{name}"].view(np.uint8)
+    for place in range(8 * len(raw)):
+        raw[place // 8] ^= 1 << place % 8
+        with pytest.raises(CatalogError, match="the catalogue's record of product 0 is damaged; build it again"):
+            ProductReader(arrays).product(0)
+        raw[place // 8] ^= 1 << place % 8
+    assert ProductReader(arrays).product(0) == PLAIN
