@@ -164,7 +164,7 @@ def _field(record: Any, name: str, kind: type[Value], where: str) -> Value:
     if kind is float and type(value) is int and abs(value) <= _LARGEST:
         value = float(value)
     # JSON as Python reads it has NaN and Infinity, a browser's has not.
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         raise MegagentError(f"{where}: the field {name} must be {_KINDS[kind]}, not {_shortened(value)}")
     return value
 
