@@ -119,6 +119,7 @@ def build_catalog(
         with finished.open("wb") as file:
             write_arrays(file, arrays, meta)
         size = finished.stat().st_size
+        check_out(out, overwrite=overwrite)  # a build takes minutes, and others write files too
         os.replace(finished, target)
     return Built(
         path=out,

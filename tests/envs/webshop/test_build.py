@@ -102,6 +102,16 @@ def test_a_name_that_no_file_can_have_is_refused_in_a_sentence(tmp_path):
         Catalog.load("~nobody-at-all/x")
 
 
+def test_a_file_that_has_come_while_a_catalogue_was_built_is_not_replaced(tmp_path):
+    def other(progress: Progress) -> None:
+        (tmp_path / "x.shop").write_text("years of work")
+
+    with pytest.raises(CatalogError, match="x.shop: exists and is not a built catalogue"):
+        build_catalog("embedded", tmp_path / "x.shop", on_progress=other)
+    assert (tmp_path / "x.shop").read_text() == "years of work"
+    assert os.listdir(tmp_path) == ["x.shop"]
+
+
 def test_a_link_is_followed_and_not_replaced(tmp_path):
     (tmp_path / "large disk").mkdir()
     (tmp_path / "x.shop").symlink_to(tmp_path / "large disk" / "y.shop")
