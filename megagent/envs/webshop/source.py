@@ -303,6 +303,9 @@ class Reading:
         place.text(asin, "asin")
         if asin == "nan" or len(asin) > _ASIN_LENGTH:
             return None
+        if asin.lower().upper() != asin:  # pages offer it in small letters
+            place.fault(f"asin is {shown(asin)} where capitals and digits are expected")
+            return None
         if asin in self._positions:
             place.fault(f"asin is that of product {self._positions[asin]} too")
             return None

@@ -47,6 +47,12 @@ def test_products_without_a_usable_asin_are_left_out_as_in_the_original():
     assert [p.asin for p in products_of(Records(items, ENTRIES))] == ["B1"]
 
 
+@pytest.mark.parametrize("asin", ["b1", "B\u00df"])
+def test_an_asin_that_its_page_could_not_lead_back_to_is_a_fault(asin):
+    with pytest.raises(CatalogError, match=r"product 1 \(.*\): asin is .* where capitals and digits are expected"):
+        products_of(Records([item("B1"), item(asin)], ENTRIES | {asin: entry()}))
+
+
 def test_a_table_of_title_nouns_takes_precedence_over_the_tagger():
     records = Records([item("B1"), item("B2"), item("B3")], ENTRIES, nouns={"B1": ["shirt"], "B3": []})
     reading = Reading(open_records(records), Shouter())
