@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megagent.envs.webshop.product import HumanInstruction, Product
+from megagent.errors import CatalogError
 
 NO_BOUND = 1000000.0  # dollars: a goal that asks for no price
 HIGHEST_BOUND = 990  # dollars; bounds are multiples of 10
@@ -62,13 +63,25 @@ def distinct_values(options: Mapping[str, Sequence[str]]) -> dict[str, tuple[str
     return {name: tuple(dict.fromkeys(values)) for name, values in options.items()}
 
 
+def check_number(number: int, goals: int) -> None:
+    """Raises CatalogError if a product with so many goals has none of this number: then its stored count is wrong."""
+    if number >= goals:
+        raise CatalogError(
+            f"the catalogue's counts of goals are damaged (goal {number} of a product with {goals}); build it again"
+        )
+
+
 def choices(options: Mapping[str, Sequence[str]]) -> int:
     """How many choices of one value for each option there are; one, the empty choice, without options."""
     return prod(map(len, options.values()))
 
 
 def choice(options: Mapping[str, Sequence[str]], number: int) -> Options:
-    """The choice with a number from 0: names in alphabetical order, the last name's values turning fastest."""
+    """The choice with a number from 0: names in alphabetical order, the last name's values turning fastest.
+
+    Raises CatalogError if there is no such choice.
+    """
+    check_number(number, choices(options))
     chosen: list[tuple[str, str]] = []
     for name in sorted(options, reverse=True):
         values = options[name]

@@ -84,7 +84,9 @@ class OriginalGoals:
         product = self.catalog[position]
         number = place - (int(self._ends[position - 1]) if position else 0)
         if self.human:
-            return _human(product, goals.human_instructions(product)[number], as_bound(int(bounds[place])), seed)
+            instructions = goals.human_instructions(product)
+            goals.check_number(number, len(instructions))
+            return _human(product, instructions[number], as_bound(int(bounds[place])), seed)
         values = goals.distinct_values(product.options) if self.rules.goals_once else product.options
         options = goals.choice(values, number)
         return goals.synthetic_goal(product, options, as_bound(int(bounds[position])), seed)
@@ -207,6 +209,9 @@ class OriginalPanels:
     def __init__(self, catalog: Catalog, human: bool, rules: Rules = ORIGINAL) -> None:
         self.goals = OriginalGoals(catalog, human, rules)
         self._streams: dict[tuple[Split, int, int], tuple[int, np.random.RandomState]] = {}
+
+    def __len__(self) -> int:
+        return len(self.goals)
 
     def tasks(self, split: Split) -> SeededTasks:
         """The places of a panel in the list of the first worker of a run with seed 0.

@@ -90,8 +90,9 @@ class HumanGoals:
 
     def goal(self, position: int, number: int) -> Goal:
         product = self._catalog[position]
-        instruction, options = list(goals.winnable_instructions(product).items())[number]
-        return self._worded(product, position, instruction, options)
+        winnable = list(goals.winnable_instructions(product).items())
+        goals.check_number(number, len(winnable))
+        return self._worded(product, position, *winnable[number])
 
     def _worded(self, product: Product, position: int, number: int, options: Options) -> Goal:
         instructions = goals.human_instructions(product)
@@ -183,6 +184,9 @@ class Panels:
         self._book = book
         self._panels = {split: PanelTasks(book, split, panel) for split, panel in places.items()}
         self._prices = prices
+
+    def __len__(self) -> int:
+        return sum(map(len, self._panels.values()))
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._panels[split]

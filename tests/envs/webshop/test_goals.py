@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megagent.envs.webshop import goals
 from megagent.envs.webshop.goals import NO_BOUND
 from megagent.envs.webshop.product import HumanInstruction
+from megagent.errors import CatalogError
 
 from .shelf import product
 
@@ -24,6 +25,12 @@ def test_choices_turn_the_last_name_of_the_alphabet_fastest():
         (("color", "blue"), ("size", "s")),
         (("color", "blue"), ("size", "m")),
     ]
+
+
+@pytest.mark.parametrize("options", [{"size": ("s", "m")}, {"size": ()}, {"size": (), "color": ("red",)}, {}])
+def test_a_choice_that_is_not_there_is_damage(options):
+    with pytest.raises(CatalogError, match="counts of goals are damaged .* build it again"):
+        goals.choice(options, goals.choices(options))
 
 
 @given(options=st.dictionaries(st.sampled_from(["size", "color", "fit", "a"]), VALUES))

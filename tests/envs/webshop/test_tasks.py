@@ -3,13 +3,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
 import pytest
 
 from megagent.envs.base import SPLITS, Task
+from megagent.envs.webshop.catalog import Catalog
 from megagent.envs.webshop.config import WebShopConfig
 from megagent.envs.webshop.product import HumanInstruction
 from megagent.envs.webshop.tasks import HumanGoals, SyntheticGoals, uid_of
 from megagent.envs.webshop.world import WebShopWorld
+from megagent.errors import CatalogError
 
 from .shelf import shelf
 
@@ -94,6 +97,16 @@ def test_human_goals_ask_for_values_by_the_name_of_their_option():
     assert (goal.words, goal.options) == ("red", (("color", "red"),))
     assert book.find(book.key(goal)) == goal
     assert book.find('["B4", "a purple one"]') is None
+
+
+@pytest.mark.parametrize(("compat", "goals"), [("none", "synthetic"), ("none", "human"), ("verl_agent", "human")])
+def test_a_count_of_goals_that_was_changed_is_told(compat, goals):
+    people = (HumanInstruction("Small.", ("light",), ("s",)),)
+    catalog = shelf(600, options={"size": ("s",)}, human=people)
+    array = f"goals/{goals}_all" if compat == "verl_agent" else f"goals/{goals}"
+    changed = Catalog({**catalog.arrays, array: catalog.arrays[array] + np.uint32(1)}, catalog.meta, "test")
+    with pytest.raises(CatalogError, match="counts of goals are damaged"):
+        list(world_over(changed, compat=compat, goals=goals).tasks("train"))
 
 
 def test_values_listed_twice_make_one_goal():

@@ -75,6 +75,12 @@ def test_an_empty_panel_says_how_many_goals_there_are(folder):
             ask()
 
 
+def test_panels_that_share_their_goals_count_them_once(folder):
+    world = world_of(folder, goals="human", compat="verl_agent")
+    with pytest.raises(CatalogError, match="no goal falls in the train panel, and all panels hold 2 goals together"):
+        world.tasks("train")
+
+
 def test_an_unknown_panel_is_an_error(world):
     with pytest.raises(MegagentError, match="no panel 'dev'; use one of warmup, train, validation, test"):
         world.tasks("dev")
