@@ -21,6 +21,7 @@ from megagent.model_source import ASSETS, BUILTIN, hf_config_of, local_folder
 from megagent.observe.run_folder import already_holds_run, holds_run
 from megagent.parallel.models import family_of
 from megagent.parallel.models.family import Sizes
+from megagent.paths import expanded
 from megagent.rollout.prompts import PROMPTS
 
 Command = Literal["train", "sft"]
@@ -339,26 +340,50 @@ def _check_lengths_of_training(config: Config, faults: Faults) -> None:
 
 def _check_machine(config: Config, faults: Faults, command: Command) -> None:
     """What must be true here and now, before `command` starts."""
-    run_dir = Path(config.trainer.run_dir).expanduser()
-    if command == "train" and faults.sound("trainer.run_dir"):
-        if run_dir.exists() and not run_dir.is_dir():
-            faults.add(f"trainer.run_dir={run_dir}: is a file; give a folder")
-        elif holds_run(run_dir) and not config.trainer.resume:
-            faults.add(already_holds_run(run_dir))
-    output = Path(config.sft.output).expanduser()
-    taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
-    if command == "sft" and faults.sound("sft.output") and taken:
-        faults.add(f"sft.output={output}: exists and is not an empty folder; give another, or remove it first")
-    sync_dir = Path(config.rollout.sync_dir).expanduser()
-    can_write = sync_dir.is_dir() and os.access(sync_dir, os.W_OK)
-    if command == "train" and faults.sound("rollout.sync_dir") and not can_write:
-        faults.add(
-            f"rollout.sync_dir={sync_dir}: is not a folder that can be written to; give one with room for the weights"
-        )
+    if command == "train":
+        _check_run_dir(config, faults)
+        _check_sync_dir(config, faults)
+    else:
+        _check_output(config, faults)
     is_made_anew = command == "sft" and config.model.path.startswith(BUILTIN)
     folder = local_folder(config.model.path) if faults.sound("model.path") and not is_made_anew else None
     if folder is not None and not any(folder.glob("*.safetensors")):
         faults.add(f"model.path={config.model.path}: {folder} has no *.safetensors file; export the weights again")
+
+
+def _check_run_dir(config: Config, faults: Faults) -> None:
+    run_dir = _expanded("trainer.run_dir", config.trainer.run_dir, faults)
+    if run_dir is None:
+        return
+    if run_dir.exists() and not run_dir.is_dir():
+        faults.add(f"trainer.run_dir={run_dir}: is a file; give a folder")
+    elif holds_run(run_dir) and not config.trainer.resume:
+        faults.add(already_holds_run(run_dir))
+
+
+def _check_sync_dir(config: Config, faults: Faults) -> None:
+    sync_dir = _expanded("rollout.sync_dir", config.rollout.sync_dir, faults)
+    if sync_dir is not None and not (sync_dir.is_dir() and os.access(sync_dir, os.W_OK)):
+        faults.add(
+            f"rollout.sync_dir={sync_dir}: is not a folder that can be written to; give one with room for the weights"
+        )
+
+
+def _check_output(config: Config, faults: Faults) -> None:
+    output = _expanded("sft.output", config.sft.output, faults)
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        faults.add(f"sft.output={output}: exists and is not an empty folder; give another, or remove it first")
+
+
+def _expanded(key: str, path: str, faults: Faults) -> Path | None:
+    """The path that a key names; None if a fault of it is known, or was found now."""
+    if not faults.sound(key):
+        return None
+    try:
+        return expanded(path)
+    except MegagentError as error:
+        faults.add(f"{key}={path}: {error}", key)
+        return None
 
 
 def _in_memory(folder: str) -> bool:

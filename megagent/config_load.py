@@ -53,8 +53,14 @@ def read(overrides: Sequence[str]) -> tuple[Config, Faults]:
     """The typed configuration and the faults of its form. A faulty key keeps the schema's default."""
     faults = Faults()
     tree, edits = _compose(overrides, faults)
+    chosen = tree.get("env", {}).get("name")
     for key, value in edits:
-        _put(tree, key, value)
+        if key == "env.name" and isinstance(value, str) and value in WORLDS and chosen not in (value, None):
+            faults.add(
+                f"env.name={value}: the other keys of env would still be those of {chosen}; use env={value}", key
+            )
+        else:
+            _put(tree, key, value)
     return _typed(tree, faults), faults
 
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megagent.errors import MegagentError
+from megagent.paths import expanded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,10 +63,11 @@ def local_folder(path: str) -> Path | None:
     """The folder that model.path names, or None if it is a hub id.
 
     `builtin:name` is a folder of megagent/assets; what exists, or can only be a file path, is a folder.
+    Raises MegagentError (a sentence without model.path) if it begins with the home folder of nobody.
     """
     if path.startswith(BUILTIN):
         return ASSETS / path.removeprefix(BUILTIN)
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     is_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     return None if is_hub_id and not folder.exists() else folder
 

@@ -25,6 +25,7 @@ from megagent.errors import ConfigError
 from megagent.model_source import BUILTIN, model_folder
 from megagent.observe.console import Console
 from megagent.parallel import platform
+from megagent.paths import expanded
 from megagent.rollout.demonstrations import demonstration_texts, supervised_batches
 from megagent.rollout.tiny_model import fresh_weights, train_tokenizer, write_model
 
@@ -37,7 +38,7 @@ def main(config: Config) -> None:
     A built-in model is made anew: tokenizer from the demonstrations' texts, random weights. Any other model.path is
     tuned from its own weights.
     """
-    output = Path(config.sft.output).expanduser()
+    output = expanded(config.sft.output)
     world = build_world(config.env)
     if not isinstance(world, WebShopWorld):
         raise ConfigError([f"env.name={config.env.name}: there are scripted episodes of webshop only; use env=webshop"])

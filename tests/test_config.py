@@ -138,6 +138,13 @@ def test_a_mistyped_environment_causes_no_complaints_about_its_keys() -> None:
     assert only_problem("env=sokoban", "env.name=sokobam", "env.boxes=2").startswith("env.name=sokobam: ")
 
 
+def test_an_environment_is_not_chosen_by_its_name_alone() -> None:
+    assert only_problem("experiment=webshop_tiny", "env.name=sokoban") == (
+        "env.name=sokoban: the other keys of env would still be those of webshop; use env=sokoban"
+    )
+    assert load(["env=sokoban", "env.name=sokoban"]).env.name == "sokoban"
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
@@ -361,6 +368,10 @@ def test_a_catalogue_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert f"env.catalog={tmp_path / 'no'}: there is no such folder or file" in found
 
 
+def test_a_catalogue_that_is_neither_folder_nor_file_is_refused() -> None:
+    assert "env.catalog=/dev/null: there is no such folder or file" in only_problem("env.catalog=/dev/null")
+
+
 def test_a_warm_up_longer_than_the_training_is_refused() -> None:
     assert "sft.warmup_steps=50" in only_problem("sft.steps=50")
 
@@ -532,6 +543,19 @@ def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
     overrides = ready(tmp_path)
     (tmp_path / "model" / "model.safetensors").unlink()
     assert "has no *.safetensors file" in only_problem(*overrides, command="train")
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("train", ["model.path", "trainer.run_dir", "rollout.sync_dir"]),
+        ("sft", ["model.path", "sft.output"]),
+    ],
+)
+def test_the_home_folder_of_nobody_is_refused(tmp_path: Path, command: Any, keys: list[str]) -> None:
+    found = problems(*ready(tmp_path), *(f"{key}='~no-such-user/some/folder'" for key in keys), command=command)
+    assert [each.split("=")[0] for each in found] == keys
+    assert all("~no-such-user is the home folder of no user here" in each for each in found)
 
 
 def test_a_sync_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 from megagent.cluster.engines import EngineGroup
 from megagent.cluster.ranks import RankGroup
 from megagent.errors import InfrastructureError
+from megagent.paths import expanded
 
 
 class FileBridge:
     """Numbers the versions of the weights and moves each from the ranks to the engines."""
 
     def __init__(self, sync_dir: str) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="megagent-weights-", dir=Path(sync_dir).expanduser().resolve()))
+        self.folder = Path(tempfile.mkdtemp(prefix="megagent-weights-", dir=expanded(sync_dir).resolve()))
         self.version = 0
 
     def sync(self, actor: RankGroup, rollout: EngineGroup) -> dict[str, float]:

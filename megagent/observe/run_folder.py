@@ -15,6 +15,7 @@ from typing import IO, Any
 from megagent.config import Config, EnvConfig, as_yaml
 from megagent.errors import ConfigError, MegagentError
 from megagent.observe.files import write_whole
+from megagent.paths import expanded
 
 WORLD = "world.json"
 
@@ -74,7 +75,7 @@ class RunFolder:
         the run there had other tasks; MegagentError if another process is running in it or it cannot be written. A
         refused folder is left as it was.
         """
-        root = Path(config.trainer.run_dir).expanduser()
+        root = expanded(config.trainer.run_dir)
         try:
             root.mkdir(parents=True, exist_ok=True)
             lock = open(root / ".lock", "a+")  # noqa: SIM115 (held as long as the run)

@@ -31,6 +31,8 @@ class WebShopConfig(EnvConfig):
     def problems(self) -> Iterator[tuple[str, str]]:
         if not self.catalog:
             yield "catalog", "env.catalog: must not be empty"
-        elif self.catalog != EMBEDDED and not os.path.exists(os.path.expanduser(self.catalog)):
+            return
+        path = os.path.expanduser(self.catalog)
+        if self.catalog != EMBEDDED and not (os.path.isdir(path) or os.path.isfile(path)):
             fix = "give a folder with the catalogue's files, what `megagent shop build` made of one, or embedded"
             yield "catalog", f"env.catalog={self.catalog}: there is no such folder or file; {fix}"
