@@ -7,17 +7,18 @@ product is decoded when it is asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from megagent.envs.webshop.arrays import Arrays, read_arrays
 from megagent.envs.webshop.build import EMBEDDED, assemble, open_source
+from megagent.envs.webshop.lazy import LazySequence
 from megagent.envs.webshop.nouns import RuleTagger
 from megagent.envs.webshop.product import Product
 from megagent.envs.webshop.product_arrays import ProductReader
@@ -28,7 +29,7 @@ from megagent.errors import CatalogError
 _DECODED = 2048  # products that stay decoded: some 10 MB
 
 
-class Catalog(Sequence[Product]):
+class Catalog(LazySequence[Product]):
     """Products by position, and the arrays of their index ("search/...") and of their goals ("goals/...").
 
     A mapped catalogue is pickled as its path, so that processes of a node share one copy.
@@ -87,19 +88,8 @@ class Catalog(Sequence[Product]):
     def __len__(self) -> int:
         return len(self._reader)
 
-    @overload
-    def __getitem__(self, index: int) -> Product: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Product]: ...
-
-    def __getitem__(self, index: int | slice) -> Product | list[Product]:
-        if isinstance(index, slice):
-            return [self._decoded(position) for position in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"product {index} of {len(self)}")
-        return self._decoded(position)
+    def _at(self, index: int) -> Product:
+        return self._decoded(index)
 
     def __iter__(self) -> Iterator[Product]:
         # Past the decoded ones: a walk over all products must not push out those that are in use.

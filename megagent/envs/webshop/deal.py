@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from megagent.envs.webshop.goals import (
     price_bound,
     winnable_instructions,
 )
+from megagent.envs.webshop.lazy import LazySequence
 from megagent.envs.webshop.panels import panel_of
 from megagent.envs.webshop.product import Product
 from megagent.errors import CatalogError
@@ -149,7 +149,7 @@ def as_bound(stored: int) -> float:
     return float(stored) if stored else NO_BOUND
 
 
-class Prices(Sequence[float]):
+class Prices(LazySequence[float]):
     """What each product costs, by its position, dollars; a range was drawn from."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], drawn: NDArray[np.float64] | None = None) -> None:
@@ -161,15 +161,7 @@ class Prices(Sequence[float]):
     def __len__(self) -> int:
         return len(self._prices)
 
-    @overload
-    def __getitem__(self, index: int) -> float: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[float]: ...
-
-    def __getitem__(self, index: int | slice) -> float | list[float]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
+    def _at(self, index: int) -> float:
         if self._drawn is not None:
             row = int(np.searchsorted(self._ranged, index))
             if row < len(self._ranged) and self._ranged[row] == index:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from megagent.envs.base import HELD_OUT, Split, Task
 from megagent.envs.webshop import goals
 from megagent.envs.webshop.deal import PRICE_SEED, Prices, as_bound, draw_bounds, draw_prices
 from megagent.envs.webshop.goals import Goal
+from megagent.envs.webshop.lazy import LazySequence
 from megagent.envs.webshop.product import HumanInstruction, Product
 from megagent.envs.webshop.rules import ORIGINAL, Rules
 from megagent.envs.webshop.shuffled import Shuffled
@@ -131,7 +131,7 @@ def _human(product: Product, instruction: HumanInstruction, bound: float, seed: 
     return goals.human_goal(product, instruction, bare, bound, seed)
 
 
-class SeededGoals(Sequence[Goal]):
+class SeededGoals(LazySequence[Goal]):
     """The goal list of one worker, in its order; goals are decoded when they are asked for."""
 
     def __init__(self, owner: OriginalGoals, seed: int, bounds: NDArray[np.uint16], places: Shuffled) -> None:
@@ -144,16 +144,8 @@ class SeededGoals(Sequence[Goal]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Goal: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Goal]: ...
-
-    def __getitem__(self, index: int | slice) -> Goal | list[Goal]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        return self._owner.goal(self._places[range(len(self))[index]], self._bounds, self.seed)
+    def _at(self, index: int) -> Goal:
+        return self._owner.goal(self._places[index], self._bounds, self.seed)
 
     def weight(self, index: int) -> float:
         """How much a goal weighs in a random draw."""
@@ -178,7 +170,7 @@ class SeededGoals(Sequence[Goal]):
         return Task(f"verl-agent-{self.seed}-{index}", split, key)
 
 
-class SeededTasks(Sequence[Task]):
+class SeededTasks(LazySequence[Task]):
     """A run of places of one worker's list, as tasks."""
 
     def __init__(self, owner: OriginalGoals, seed: int, places: range, split: str) -> None:
@@ -190,17 +182,8 @@ class SeededTasks(Sequence[Task]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        listed = self._owner.of_seed(self._seed)
-        if isinstance(index, slice):
-            return [listed.task(place, self._split) for place in self._places[index]]
-        return listed.task(self._places[index], self._split)
+    def _at(self, index: int) -> Task:
+        return self._owner.of_seed(self._seed).task(self._places[index], self._split)
 
 
 class OriginalPanels:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megagent.envs.base import SPLITS
 from megagent.envs.webshop.goals import hash_of
+from megagent.envs.webshop.lazy import LazySequence
 
 Place = tuple[int, int]  # position of the product, number of the goal among the product's
 
@@ -30,7 +30,7 @@ def panel_of(asin: str) -> int:
     return len(SPLITS) - 1
 
 
-class Shuffle(Sequence[int]):
+class Shuffle(LazySequence[int]):
     """The numbers 0 to length - 1 in an order that looks random and is computed, not stored.
 
     A Feistel network over the next even number of bits; what falls outside the range is sent through again, which
@@ -45,19 +45,9 @@ class Shuffle(Sequence[int]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [self._at(each) for each in range(*index.indices(self._length))]
-        return self._at(range(self._length)[index])
-
-    def _at(self, number: int) -> int:
+    def _at(self, index: int) -> int:
         half, mask = self._half, (1 << self._half) - 1
+        number = index
         while True:
             left, right = number >> half, number & mask
             for key in self._keys:
@@ -74,7 +64,7 @@ def _mixed(word: int) -> int:
     return word ^ word >> 31
 
 
-class ShuffledPlaces(Sequence[Place]):
+class ShuffledPlaces(LazySequence[Place]):
     """All goals of some products, in an order of which any first part is a fair sample."""
 
     def __init__(self, positions: NDArray[np.integer], counts: NDArray[np.integer], key: str) -> None:
@@ -86,18 +76,8 @@ class ShuffledPlaces(Sequence[Place]):
     def __len__(self) -> int:
         return len(self._order)
 
-    @overload
-    def __getitem__(self, index: int) -> Place: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Place]: ...
-
-    def __getitem__(self, index: int | slice) -> Place | list[Place]:
-        if isinstance(index, slice):
-            return [self._place(number) for number in self._order[index]]
-        return self._place(self._order[index])
-
-    def _place(self, number: int) -> Place:
+    def _at(self, index: int) -> Place:
+        number = self._order[index]
         row = int(np.searchsorted(self._ends, number, side="right"))
         return int(self._positions[row]), number - (int(self._ends[row - 1]) if row else 0)
 

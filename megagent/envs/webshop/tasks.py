@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from megagent.envs.base import Split, Task, draw_tasks
 from megagent.envs.webshop import goals
 from megagent.envs.webshop.deal import Prices, as_bound
 from megagent.envs.webshop.goals import Goal, Options
+from megagent.envs.webshop.lazy import LazySequence
 from megagent.envs.webshop.panels import Place
 from megagent.envs.webshop.product import Product
 from megagent.errors import MegagentError
@@ -115,7 +116,7 @@ class HumanGoals:
         return None
 
 
-class PanelTasks(Sequence[Task]):
+class PanelTasks(LazySequence[Task]):
     """The tasks of one panel."""
 
     def __init__(self, book: GoalBook, split: str, places: Sequence[Place]) -> None:
@@ -126,19 +127,8 @@ class PanelTasks(Sequence[Task]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self._task(place) for place in self._places[index]]
-        return self._task(self._places[index])
-
-    def _task(self, place: Place) -> Task:
-        key = self._book.key(self._book.goal(*place))
+    def _at(self, index: int) -> Task:
+        key = self._book.key(self._book.goal(*self._places[index]))
         return Task(uid_of(key), self._split, key)
 
 

@@ -59,7 +59,7 @@ def test_it_is_a_sequence_of_its_products(built):
     assert found[10:50:7] == products[10:50:7]
     assert products[5] in found
     for position in (60, -61):
-        with pytest.raises(IndexError, match=f"product {position} of 60"):
+        with pytest.raises(IndexError, match=f"element {position} of 60"):
             found[position]
 
 
