@@ -23,6 +23,7 @@ from megagent.envs.webshop import goals
 from megagent.envs.webshop.deal import PRICE_SEED, Prices, as_bound, draw_bounds, draw_prices
 from megagent.envs.webshop.goals import Goal
 from megagent.envs.webshop.lazy import LazySequence
+from megagent.envs.webshop.panels import place_of
 from megagent.envs.webshop.product import HumanInstruction, Product
 from megagent.envs.webshop.rules import ORIGINAL, Rules
 from megagent.envs.webshop.shuffled import Shuffled
@@ -80,9 +81,8 @@ class OriginalGoals:
 
     def goal(self, place: int, bounds: NDArray[np.uint16], seed: int) -> Goal:
         """A goal by its place in catalogue order. bounds: of `seed`, [products], or [goals] of human ones."""
-        position = int(np.searchsorted(self._ends, place, side="right"))
+        position, number = place_of(place, self._ends)
         product = self.catalog[position]
-        number = place - (int(self._ends[position - 1]) if position else 0)
         if self.human:
             instructions = goals.human_instructions(product)
             goals.check_number(number, len(instructions))

@@ -77,9 +77,14 @@ class ShuffledPlaces(LazySequence[Place]):
         return len(self._order)
 
     def _at(self, index: int) -> Place:
-        number = self._order[index]
-        row = int(np.searchsorted(self._ends, number, side="right"))
-        return int(self._positions[row]), number - (int(self._ends[row - 1]) if row else 0)
+        row, number = place_of(self._order[index], self._ends)
+        return int(self._positions[row]), number
+
+
+def place_of(number: int, ends: NDArray[np.int64]) -> Place:
+    """Where the goal with this number among those of all products is. ends: [products] running sums of their goals."""
+    position = int(np.searchsorted(ends, number, side="right"))
+    return position, number - (int(ends[position - 1]) if position else 0)
 
 
 def split_by_product(panels: NDArray[np.integer], counts: NDArray[np.integer]) -> dict[str, Sequence[Place]]:
