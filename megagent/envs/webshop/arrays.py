@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from megagent.errors import CatalogError
 
@@ -77,7 +78,7 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 class GrowingArray:
     """An array that is appended to: in memory, or in a file of `scratch`, which `finish` maps."""
 
-    def __init__(self, scratch: Path | None, name: str, dtype: str) -> None:
+    def __init__(self, scratch: Path | None, name: str, dtype: DTypeLike) -> None:
         self._dtype = np.dtype(dtype)
         self._path = (scratch or Path()) / name.replace("/", ".")
         self._file: IO[bytes] = self._path.open("wb") if scratch else io.BytesIO()

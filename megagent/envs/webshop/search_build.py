@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from megagent.envs.webshop.analysis import piece_terms, pieces
+from megagent.envs.webshop.arrays import GrowingArray
 from megagent.envs.webshop.product import Product
 
 K1 = np.float32(0.9)  # Pyserini's defaults
@@ -93,32 +94,6 @@ def _read(kept: NDArray[np.int32] | Path, begin: int, end: int) -> NDArray[np.in
     if isinstance(kept, Path):
         return np.fromfile(kept, dtype=np.int32, count=end - begin, offset=begin * 4)
     return kept[begin:end]
-
-
-class _Output:
-    """A long array, written part by part, to a file if there is one."""
-
-    def __init__(self, path: Path | None, dtype: DTypeLike) -> None:
-        self._path = path
-        self._dtype = np.dtype(dtype)
-        self._parts = [np.empty(0, self._dtype)]
-        self._size = 0
-        if path:
-            path.write_bytes(b"")
-
-    def write(self, values: NDArray[Any]) -> None:
-        values = values.astype(self._dtype)
-        self._size += len(values)
-        if self._path is None:
-            self._parts.append(values)
-            return
-        with self._path.open("ab") as file:
-            values.tofile(file)
-
-    def whole(self) -> NDArray[Any]:
-        if self._path is None or not self._size:  # an empty file cannot be mapped
-            return np.concatenate(self._parts)
-        return np.memmap(self._path, dtype=self._dtype, mode="r", shape=(self._size,))
 
 
 class IndexBuilder:
@@ -250,8 +225,8 @@ class IndexBuilder:
     ) -> tuple[NDArray[np.int32], NDArray[Any], NDArray[Any]]:
         """Postings of all runs, by term and then by document number: [postings], [postings] and [terms]."""
         code_type = np.uint16 if len(code_of_pair) <= 1 << 16 else np.uint32
-        documents = self._output("documents", np.int32)
-        codes = self._output("codes", code_type)
+        documents = GrowingArray(self._scratch, "search-documents", np.int32)
+        codes = GrowingArray(self._scratch, "search-codes", code_type)
         best = np.zeros(len(holders), dtype=code_type)
         # A posting as one number, term and document and code, sorts by itself.
         code_bits = np.uint64(len(code_of_pair).bit_length())
@@ -273,8 +248,8 @@ class IndexBuilder:
             keys = np.concatenate(parts)
             keys.sort()
             bucket_codes = keys & _ones(code_bits)
-            codes.write(bucket_codes)
-            documents.write(keys >> code_bits & _ones(document_bits))
+            codes.append(bucket_codes)
+            documents.append(keys >> code_bits & _ones(document_bits))
             best[first:last] = np.minimum.reduceat(bucket_codes, bounds[first:last] - bounds[first])
             first = last
         for run in self._runs:
@@ -282,10 +257,7 @@ class IndexBuilder:
                 if isinstance(kept, Path):
                     kept.unlink()
         self._runs.clear()
-        return documents.whole(), codes.whole(), best
-
-    def _output(self, name: str, dtype: DTypeLike) -> _Output:
-        return _Output(self._scratch / f"search-{name}" if self._scratch else None, dtype)
+        return documents.finish(), codes.finish(), best
 
     def _dictionary(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64], NDArray[np.uint8]]:
         """Term numbers by hash, and in that order the hashes, the ends of the texts and the texts."""
