@@ -6,7 +6,6 @@ one entry.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from megagent.config import EnvConfig, RolloutConfig
 from megagent.envs.base import Observation
+from megagent.envs.webshop.pages import SEPARATOR, segments_of
 from megagent.errors import ConfigError, MegagentError
 from megagent.rollout.memory import History
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SEPARATOR = " [SEP] "
 _MOST_CHARACTERS = 16  # of a page for each token of the limit; no more is looked at, should the page be a megabyte
 
 
@@ -61,7 +60,7 @@ def webshop_compact(observation: Observation, history: History) -> str:
     """
     offered = {action.lower(): None for action in observation.admissible}
     segments = []
-    for segment in _segments(observation.page):
+    for segment in map(str.lower, segments_of(observation.page)):
         action = f"click[{segment}]"
         segments.append(action if action in offered else segment)
         offered.pop(action, None)
@@ -85,11 +84,6 @@ def sokoban(observation: Observation, history: History) -> str:
         f"Move {', '.join(observation.admissible)}. "
         "Think inside <think> </think> tags, then give one move inside <action> </action> tags.\n"
     )
-
-
-def _segments(page: str) -> list[str]:
-    """The text nodes of a page in lower case: split at the separator, without the quotes that wrap each."""
-    return [re.sub(r"^'(.*)'$", r"\1", segment.lower(), flags=re.DOTALL) for segment in page.split(SEPARATOR)]
 
 
 PromptStyle = Callable[[Observation, History], str]

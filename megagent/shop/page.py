@@ -78,17 +78,6 @@ def page_of(session: Session, observation: Observation) -> Page:
     return Page(session.page, visible(heading), tuple(map(visible, texts)), search, buttons, offers, options)
 
 
-def segments_of(page: str) -> list[str]:
-    """The texts of a page as the agent read it; a page of another form (text_rich, a grid) is one text."""
-    if pages.SEPARATOR in page or (len(page) > 1 and page[0] == page[-1] == "'"):
-        return [_unquoted(segment) for segment in page.split(pages.SEPARATOR)]
-    return [page]
-
-
-def _unquoted(segment: str) -> str:
-    return segment[1:-1] if len(segment) > 1 and segment[0] == segment[-1] == "'" else segment
-
-
 def _offers(session: Session, clicks: dict[str, str]) -> tuple[Offer, ...]:
     if session.page != "results":
         return ()

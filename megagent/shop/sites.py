@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from megagent.envs.webshop.pages import segments_of
 from megagent.errors import MegagentError
 from megagent.observe.episodes import RecordedEpisode
-from megagent.shop.page import segments_of
 from megagent.shop.text import all_visible, visible
 from megagent.shop.visit import OpenShop, Visit
 

@@ -7,8 +7,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megagent.envs.webshop.pages import segments_of
 from megagent.observe.episodes import RecordedEpisode, RecordedStep
-from megagent.shop.page import Button, segments_of
+from megagent.shop.page import Button
 from megagent.shop.text import visible
 from megagent.shop.visit import Outcome, Visit
 

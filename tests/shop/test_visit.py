@@ -7,7 +7,6 @@ import pytest
 from megagent.envs.base import Observation
 from megagent.envs.webshop import pages
 from megagent.errors import ConfigError, MegagentError
-from megagent.shop.page import segments_of
 from megagent.shop.visit import OpenShop, ShopOptions, open_shop
 from tests.shop.visitors import goal_of, way_to_win
 
@@ -77,21 +76,6 @@ def test_the_page_is_that_of_training() -> None:
     visit = shop.visit(0)
     visit.act("search[shirt]")
     assert len(visit.page.offers) == 4
-
-
-@pytest.mark.parametrize(
-    ("page", "segments"),
-    [
-        ("'Back' [SEP] 'it's' [SEP] ''", ["Back", "it's", ""]),
-        ("'Search'", ["Search"]),
-        ("#_#\n#@#", ["#_#\n#@#"]),
-        ("Thank you [SEP] asin", ["Thank you", "asin"]),
-        ("", [""]),
-        ("'", ["'"]),
-    ],
-)
-def test_a_recorded_page_is_taken_apart(page: str, segments: list[str]) -> None:
-    assert segments_of(page) == segments
 
 
 def test_control_characters_of_a_catalogue_are_not_shown(shop: OpenShop) -> None:

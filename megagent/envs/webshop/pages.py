@@ -219,6 +219,15 @@ def quoted(parts: Iterable[Part]) -> str:
     return SEPARATOR.join([f"'{part.text.strip()}'" for part in parts])
 
 
+def segments_of(page: str) -> list[str]:
+    """The texts that `quoted` put together; a page of another form (text_rich, a grid) is one text."""
+    return [_unquoted(segment) for segment in page.split(SEPARATOR)]
+
+
+def _unquoted(segment: str) -> str:
+    return segment[1:-1] if len(segment) > 1 and segment[0] == segment[-1] == "'" else segment
+
+
 def rich(parts: Iterable[Part]) -> str:
     """text_rich: a line each; what has been clicked is marked, and selected options are said first."""
     said, lines = "", []

@@ -118,3 +118,18 @@ def test_every_value_has_a_label_of_its_own_also_where_one_reads_as_another_name
     options = {"a": ("a: a", "a"), "": ("a", "buy now"), "b": ("a: a (2)",)}
     labels = pages.option_labels(product("B1", options=options), HONEST)
     assert sorted(labels.values()) == sorted((name, value) for name, values in options.items() for value in values)
+
+
+@pytest.mark.parametrize(
+    ("page", "segments"),
+    [
+        ("'Back' [SEP] 'it's' [SEP] ''", ["Back", "it's", ""]),
+        ("'Search'", ["Search"]),
+        ("#_#\n#@#", ["#_#\n#@#"]),
+        ("Thank you [SEP] asin", ["Thank you", "asin"]),
+        ("", [""]),
+        ("'", ["'"]),
+    ],
+)
+def test_a_recorded_page_is_taken_apart(page, segments):
+    assert pages.segments_of(page) == segments
