@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import arguments, close
-from megagent.envs.webshop.build import EMBEDDED, open_source
+from megagent.envs.webshop.build import open_source
 from megagent.envs.webshop.catalog import Catalog
+from megagent.envs.webshop.config import EMBEDDED
 
 WHOLE = 1_181_436  # products of the original's full data
 QUICK = 20_000

@@ -22,6 +22,7 @@ import numpy as np
 
 from megagent.envs.webshop import embedded
 from megagent.envs.webshop.arrays import is_array_file, write_arrays
+from megagent.envs.webshop.config import EMBEDDED
 from megagent.envs.webshop.deal import Dealer
 from megagent.envs.webshop.index_process import IndexProcess
 from megagent.envs.webshop.product import Product
@@ -30,7 +31,6 @@ from megagent.envs.webshop.source import Reading, Source, open_folder, open_reco
 from megagent.envs.webshop.tagger import Tagger, best_tagger
 from megagent.errors import CatalogError
 
-EMBEDDED = "embedded"
 _LONGEST_NAME = 200  # bytes of a file's name; most file systems take 255, and that of the scratch folder is longer
 _STALE = 60.0  # seconds; a build locks its folder long before
 
@@ -75,7 +75,7 @@ def assemble(products: Iterable[Product], scratch: Path | None = None) -> tuple[
 
     Given a scratch folder, what is large is kept there, and the index of a large catalogue is made by a second process.
     """
-    records, dealer = ProductArrays(scratch), Dealer(scratch)
+    records, dealer = ProductArrays(scratch), Dealer()
     with closing(IndexProcess(scratch)) as index:
         for product in products:
             record = encode(product)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from megagent.envs.webshop.arrays import Arrays, read_arrays
-from megagent.envs.webshop.build import EMBEDDED, assemble, open_source
+from megagent.envs.webshop.build import assemble, open_source
+from megagent.envs.webshop.config import EMBEDDED
 from megagent.envs.webshop.lazy import LazySequence
 from megagent.envs.webshop.nouns import RuleTagger
 from megagent.envs.webshop.product import Product

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +51,7 @@ class Dealer:
         goals/human_bound     uint16 [H]     price bound of each instruction, products in order
     """
 
-    def __init__(self, scratch: Path | None = None) -> None:
-        """scratch: not used; what is kept of a product is small."""
+    def __init__(self) -> None:
         self._panels = array("B")
         self._lows = array("d")
         self._range_positions = array("I")
