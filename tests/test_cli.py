@@ -130,7 +130,7 @@ def test_a_fault_of_ours_keeps_its_traceback(startable: list[str], monkeypatch: 
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=150)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_termination_unwinds_like_an_interrupt(startable: list[str], interrupts:
 
 def test_a_reader_that_leaves_early_causes_no_traceback() -> None:
     command = f"{sys.executable} -m megagent train --cfg | true"
-    ended = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=150)
     assert ended.stderr == ""
 
 

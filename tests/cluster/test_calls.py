@@ -29,7 +29,7 @@ class Peer:
         return word
 
     def sleep(self) -> None:
-        time.sleep(60)
+        time.sleep(600)
 
     def fail(self) -> None:
         raise ValueError("broken")
@@ -44,22 +44,20 @@ class Peer:
 def test_results_come_by_name_in_the_order_of_the_calls() -> None:
     peers = {"rank 0": Peer.remote(), "rank 1": Peer.remote()}
     calls = {name: peer.say.remote(name) for name, peer in peers.items()}
-    assert list(wait_all(calls, "greeting", 60).items()) == [("rank 0", "rank 0"), ("rank 1", "rank 1")]
+    assert list(wait_all(calls, "greeting", 120).items()) == [("rank 0", "rank 0"), ("rank 1", "rank 1")]
 
 
 def test_a_failure_ends_the_wait_though_its_peer_hangs() -> None:
     hanging, failing = Peer.remote(), Peer.remote()
-    start = time.monotonic()
     with pytest.raises(InfrastructureError, match="update: rank 1 raised ValueError: broken"):
-        wait_all({"rank 0": hanging.sleep.remote(), "rank 1": failing.fail.remote()}, "update", 50)
-    assert time.monotonic() - start < 30
+        wait_all({"rank 0": hanging.sleep.remote(), "rank 1": failing.fail.remote()}, "update", 120)
     ray.kill(hanging)
 
 
 def test_a_dead_process_ends_the_wait_though_its_peer_hangs() -> None:
     hanging, dying = Peer.remote(), Peer.remote()
     with pytest.raises(InfrastructureError, match="update: the process of rank 1 died"):
-        wait_all({"rank 0": hanging.sleep.remote(), "rank 1": dying.die.remote()}, "update", 50)
+        wait_all({"rank 0": hanging.sleep.remote(), "rank 1": dying.die.remote()}, "update", 120)
     ray.kill(hanging)
 
 
@@ -72,19 +70,23 @@ def test_a_silent_process_is_named_at_the_deadline() -> None:
 
 def test_a_users_mistake_arrives_as_it_was_raised() -> None:
     with pytest.raises(CatalogError, match=r"items\.json: no such file"):
-        wait_all({"environment worker 0": Peer.remote().refuse.remote()}, "start", 60)
+        wait_all({"environment worker 0": Peer.remote().refuse.remote()}, "start", 120)
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
-    [("sleep", "no answer from engine 0"), ("fail", "raised ValueError"), ("die", "the process of engine 0 died")],
+    ("method", "timeout_s", "message"),
+    [
+        ("sleep", 3, "no answer from engine 0"),
+        ("fail", 120, "raised ValueError"),
+        ("die", 120, "the process of engine 0 died"),
+    ],
 )
-def test_an_awaited_call_fails_in_the_same_words(method: str, message: str) -> None:
+def test_an_awaited_call_fails_in_the_same_words(method: str, timeout_s: float, message: str) -> None:
     import asyncio
 
     async def call() -> None:
         peer = Peer.remote()
-        await answer(getattr(peer, method).remote(), "engine 0", "generation", 3, "cluster.timeout_s")
+        await answer(getattr(peer, method).remote(), "engine 0", "generation", timeout_s, "cluster.timeout_s")
 
     with pytest.raises(InfrastructureError, match=message):
         asyncio.run(call())
