@@ -42,15 +42,42 @@ class RolloutConfig:
 
 @dataclass
 class AlgoConfig:
-    estimator: str = "gigpo"  # gigpo | grpo
+    # Advantages
+    estimator: str = (
+        "gigpo"  # gigpo | grpo | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline | step_returns | ...
+    )
     norm: str = "mean_norm"  # mean_norm | mean_std_norm
+    baseline: str = "step"  # the mean of a task is over its step rows (as the reference), or once for each trajectory
     gamma: float = 0.95  # discount of an episode's steps
     step_weight: float = 1.0  # weight w of the step advantage in gigpo
-    clip: float = 0.2
-    entropy_coef: float = 0.001
-    kl_coef: float = 0.01  # KL to the reference, in the loss
-    kl_estimator: str = "low_var_kl"  # low_var_kl
+    step_groups: str = "exact"  # steps of one task are compared if their pages are equal (exact), or similar
+    similarity: float = 0.95  # least difflib ratio of the characters of similar pages
+    lone_step: str = "zero"  # step advantage of a step alone in its group: zero | raw (its return) | task (against it)
+    gae_over: str = "steps"  # gae runs over the steps of an episode, or over the tokens of each step
+    gae_lambda: float = 0.95
+    token_gamma: float = 1.0  # discount of the tokens of a response, in reinforce_pp and gae over tokens
+    compat: str = "none"  # verl_agent: its gigpo to the last digit, float32 statistics included
     invalid_action_penalty: float = 0.1
+    penalty_propagates: bool = False  # the penalty also lowers the discounted returns of the steps before
+    # Policy loss
+    loss: str = "ppo"  # ppo | gspo | cispo
+    aggregation: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
+    clip: float = 0.2  # ratios count from 1 - clip
+    clip_high: float | None = None  # to 1 + clip_high; as clip if not given
+    dual_clip: float | None = None  # ppo: most that a token with a negative advantage counts, times it; null: no limit
+    entropy_coef: float = 0.001
+    # KL to the reference
+    kl_coef: float = 0.01
+    kl_in: str = "loss"  # loss | reward
+    kl_estimator: str = "low_var_kl"  # k1 | k2 | k3 = low_var_kl; with a + the gradient is that of k2
+    kl_target: float | None = None  # kl_in=reward: kl_coef is adapted until the KL of a token is this
+    kl_horizon: int = 10000  # episodes over which it adapts
+    # Sampler and trainer
+    sampler_correction: str = "none"  # none | token_tis | sequence_tis | token_mask | sequence_mask
+    sampler_ratio_max: float = 2.0  # trainer-to-sampler probability ratios are held to it, or masked above it
+    sampler_ratio_min: float = 0.5  # and masked below this
+    # Rows
+    adjust: str = "pad"  # rows up to the schedule's multiple: pad (they weigh nothing) | copy | delete
 
 
 @dataclass

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megagent.algos.choices import CHOICES, ESTIMATORS, algo_problems
 from megagent.algos.schedule import batch_problems, sft_batch_problems
 from megagent.config import Config
 from megagent.envs.base import WORLDS
@@ -64,6 +65,7 @@ def check(config: Config, faults: Faults, command: Command | None = None) -> Non
     """Adds every fault of the configuration to `faults`."""
     _check_ranges(config, faults)
     _check_names(config, faults)
+    _check_algo(config, faults)
     _check_sampling(config, faults)
     _check_batches(config, faults, command)
     _check_model(config, faults, command)
@@ -121,10 +123,19 @@ RANGES: Mapping[str, Range] = {
     "rollout.kv_cache_gib": AT_LEAST_ONE,
     "algo.gamma": SHARE,
     "algo.step_weight": NOT_NEGATIVE,
+    "algo.similarity": SHARE,
+    "algo.gae_lambda": SHARE,
+    "algo.token_gamma": SHARE,
+    "algo.invalid_action_penalty": NOT_NEGATIVE,
     "algo.clip": Range(0, 1, above_low=True, below_high=True),
+    "algo.clip_high": ABOVE_ZERO,
+    "algo.dual_clip": Range(1, above_low=True),
     "algo.entropy_coef": NOT_NEGATIVE,
     "algo.kl_coef": NOT_NEGATIVE,
-    "algo.invalid_action_penalty": NOT_NEGATIVE,
+    "algo.kl_target": ABOVE_ZERO,
+    "algo.kl_horizon": AT_LEAST_ONE,
+    "algo.sampler_ratio_max": ABOVE_ZERO,
+    "algo.sampler_ratio_min": NOT_NEGATIVE,
     "env.max_steps": AT_LEAST_ONE,
     "env.history_length": NOT_NEGATIVE,
     "env.page_size": AT_LEAST_ONE,
@@ -169,7 +180,7 @@ NOT_EMPTY = ("experiment_name", "model.path", "env.catalog", "trainer.run_dir", 
 def _check_ranges(config: Config, faults: Faults) -> None:
     for key, value in values(config):
         allowed = RANGES.get(key)
-        if allowed is not None and not allowed.holds(value) and faults.sound(key):
+        if allowed is not None and value is not None and not allowed.holds(value) and faults.sound(key):
             faults.add(f"{key}={value}: must be a number, {allowed}", key)
         if key in NOT_EMPTY and not value and faults.sound(key):
             faults.add(f"{key}: must not be empty", key)
@@ -190,8 +201,7 @@ def _check_names(config: Config, faults: Faults) -> None:
     choices: dict[str, tuple[str, ...]] = {
         "model.dtype": ("fp32", "bf16"),
         "algo.estimator": _estimators(config.algo.estimator),
-        "algo.norm": ("mean_norm", "mean_std_norm"),
-        "algo.kl_estimator": ("low_var_kl",),
+        **CHOICES,
         "trainer.lr_decay": ("constant", "linear", "cosine"),
         "env.name": tuple(WORLDS),
         "env.prompt": tuple(PROMPTS),
@@ -205,11 +215,11 @@ def _check_names(config: Config, faults: Faults) -> None:
 
 def _estimators(chosen: str) -> tuple[str, ...]:
     """Names of the advantage estimators. The registry imports torch, so it is asked only for one that is not ours."""
-    if chosen in ("gigpo", "grpo"):
-        return (chosen,)
-    from megagent.algos.advantages import ESTIMATORS
+    if chosen in ESTIMATORS:
+        return ESTIMATORS
+    from megagent.algos import advantages
 
-    return tuple(ESTIMATORS)
+    return tuple(advantages.ESTIMATORS)
 
 
 def _check_address(config: Config, faults: Faults) -> None:
@@ -228,6 +238,12 @@ def _check_address(config: Config, faults: Faults) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Values that must fit each other
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_algo(config: Config, faults: Faults) -> None:
+    if faults.sound("algo"):
+        for problem in algo_problems(config):
+            faults.add(problem)
 
 
 def _check_sampling(config: Config, faults: Faults) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megagent.algos.adjust import schedule_multiple
+from megagent.algos.credit import charge
+from megagent.algos.kl import KL_COEF_METRIC, KL_METRIC, adapted_kl_coef, mean_kl, resumed_kl_coef
 from megagent.algos.metrics import credit_metrics
 from megagent.batch import StepBatch
 from megagent.cluster.bridge import FileBridge
@@ -21,7 +23,7 @@ from megagent.cluster.session import ray_session
 from megagent.config import Config
 from megagent.envs.base import World, build_world
 from megagent.model_source import load_tokenizer
-from megagent.observe.recorder import Recorder
+from megagent.observe.recorder import Recorder, read_metrics
 from megagent.observe.run_folder import RunFolder
 from megagent.parallel import platform
 from megagent.rollout.collector import Collector
@@ -46,6 +48,7 @@ class Run:
     rollout: EngineGroup
     collector: Collector
     bridge: FileBridge
+    kl_coef: float  # of the KL in the reward, as it is now
     finished: int = 0  # iterations done before this process started
     metrics: dict[str, float] = field(default_factory=dict)  # of the iteration under way
 
@@ -116,6 +119,16 @@ class Run:
         answer = self.actor.log_probs(rows.select("prompts", "responses"), "reference")
         return rows.with_columns(ref_log_probs=answer["log_probs"])
 
+    def charge(self, rows: StepBatch) -> StepBatch:
+        """Adds advantages; see algos.credit. A KL in the reward is charged at kl_coef, which then adapts."""
+        algo = self.config.algo
+        rows = charge(rows, algo, self.kl_coef)
+        if algo.kl_in == "reward" and algo.kl_coef:
+            kl = mean_kl(rows, algo.kl_estimator)
+            self.metrics |= {KL_METRIC: kl, KL_COEF_METRIC: self.kl_coef}
+            self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.episodes_per_iteration, algo)
+        return rows
+
     def update(self, rows: StepBatch) -> None:
         columns = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs", "advantages")
         self.metrics |= self.actor.update(rows.select(*(name for name in columns if name in rows)))
@@ -126,7 +139,7 @@ class Run:
     # --- records -----------------------------------------------------------------------------------------------------
 
     def record(self, iteration: int, episodes: Sequence[Episode], rows: StepBatch) -> None:
-        self.metrics |= rollout_metrics(episodes, rows) | credit_metrics(rows)
+        self.metrics |= rollout_metrics(episodes, rows) | credit_metrics(rows, self.config.algo)
         phases = ("rollout", "prepare", "update", "sync")
         self.metrics["timing_s/iteration"] = sum(self.metrics[f"timing_s/{name}"] for name in phases)
         tokens = self.metrics["rollout/response_tokens"]
@@ -197,6 +210,11 @@ def open_run(config: Config) -> Iterator[Run]:
             rollout=engines,
             collector=Collector(config, tokenizer, engines, environments),
             bridge=bridge,
+            kl_coef=resumed_kl_coef(
+                read_metrics(folder.metrics) if finished else (),
+                config.trainer.tasks_per_iteration * config.env.rollout.n,
+                config.algo,
+            ),
             finished=finished,
         )
 

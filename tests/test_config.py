@@ -195,7 +195,14 @@ def test_a_number_out_of_its_range_is_named_with_the_range(override: str, rule: 
     [
         "algo.estimator=gigpoo",
         "algo.norm=none",
-        "algo.kl_estimator=k1",
+        "algo.kl_estimator=k9",
+        "algo.baseline=row",
+        "algo.loss=trpo",
+        "algo.aggregation=mean",
+        "algo.kl_in=advantage",
+        "algo.sampler_correction=tis",
+        "algo.adjust=drop",
+        "algo.compat=verl",
         "env.name=webshops",
         "env.prompt=webshop_short",
         "model.dtype=fp16",
@@ -214,11 +221,10 @@ def test_an_unknown_estimator_is_answered_with_the_registered_ones() -> None:
     assert all(name in found for name in ESTIMATORS)
 
 
-@pytest.mark.parametrize("name", ["gigpo", "grpo"])
-def test_the_estimators_known_without_torch_are_registered(name: str) -> None:
-    from megagent.algos.advantages import ESTIMATORS
+def test_the_estimators_known_without_torch_are_the_registered_ones() -> None:
+    from megagent.algos import advantages, choices
 
-    assert name in ESTIMATORS
+    assert choices.ESTIMATORS == tuple(advantages.ESTIMATORS)
 
 
 @pytest.mark.parametrize("address", ["local", "10.0.0.1:6379", "head.cluster:10001"])

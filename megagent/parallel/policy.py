@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megagent.algos.losses import LOSS_METRICS, mean_metrics, ppo_loss
+from megagent.algos.losses import LOSS_METRICS, loss_shares, mean_metrics, policy_loss, with_loss_columns
 from megagent.batch import Jagged, StepBatch
 from megagent.config import Config
 from megagent.errors import MegagentError
@@ -124,13 +124,15 @@ class Policy:
         """PPO on the replica's rows: epochs x mini-batches, one optimizer step each.
 
         shard needs prompts, responses, response_mask, old_log_probs, advantages, and ref_log_probs if there is a KL
-        term. Rows are shuffled anew in every epoch, within the replica. Returns means over loss tokens (LOSS_METRICS),
+        term. Rows are shuffled anew in every epoch, within the replica. Returns LOSS_METRICS by algo.aggregation,
         the mean norm of the gradients before clipping and the last learning rate, the same on every rank.
         Raises TrainingDivergedError, on every rank, before weights change if a loss is not finite, and after if only
         a gradient is not.
         """
         trainer, algo = self.config.trainer, self.config.algo
-        columns = ["response_mask", "old_log_probs", "advantages"] + (["ref_log_probs"] if algo.kl_coef else [])
+        shard = with_loss_columns(shard, algo)
+        columns = ["response_mask", "old_log_probs", "advantages", "token_weights", "loss_rows"]
+        columns += ["ref_log_probs"] if algo.kl_coef else []
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
         self.reference.keep()
         mini_batch_rows = trainer.mini_batch_rows // self.topology.dp
@@ -139,9 +141,8 @@ class Policy:
             for epoch in range(trainer.epochs)
             for rows in torch.split(self._shuffled(len(sequences), epoch), mini_batch_rows)
         ]
-        loss_tokens = (shard["response_mask"].values != 0).to(torch.int64)
-        per_row = shard["response_mask"].like(loss_tokens).sums()
-        counts = self.topology.sum_over_replicas([float(per_row[rows].sum()) for rows in mini_batches]).tolist()
+        shares = loss_shares(shard, algo)
+        counts = self.topology.sum_over_replicas([float(shares[rows].sum()) for rows in mini_batches]).tolist()
 
         totals = torch.zeros(len(LOSS_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr
@@ -233,7 +234,7 @@ class Policy:
 
 
 class _PpoLoss:
-    """ppo_loss of a micro-batch, against the number of loss tokens in its whole mini-batch."""
+    """policy_loss of a micro-batch, against the denominator of its whole mini-batch."""
 
     def __init__(self, policy: Policy, denominator: float) -> None:
         self.policy = policy
@@ -243,17 +244,9 @@ class _PpoLoss:
         columns: Mapping[str, Tensor] = micro_batch.columns
         algo = self.policy.config.algo
         log_probs, entropy = self.policy._predict(micro_batch, logits)
-        loss, sums = ppo_loss(
-            log_probs,
-            columns["old_log_probs"],
-            columns["advantages"],
-            columns["response_mask"],
-            # Without a coefficient the entropy is a figure to look at and needs no gradient.
-            entropy if algo.entropy_coef else entropy.detach(),
-            columns.get("ref_log_probs"),
-            algo,
-            self.denominator,
-        )
+        # Without a coefficient the entropy is a figure to look at and needs no gradient.
+        entropy = entropy if algo.entropy_coef else entropy.detach()
+        loss, sums = policy_loss(log_probs, columns, entropy, algo, self.denominator)
         return loss, {**sums, "loss": loss.detach()}
 
 
