@@ -3,8 +3,8 @@
     python -m benchmarks.schedule --dp 8 --token-budget 16384
 
 The rows are the steps of scripted shoppers in the embedded shop under the recipe's prompt (history of 2 steps): 16
-tasks, 8 episodes each, in the order in which they arrive. Baseline: micro-batches of as many rows as the longest row lets into
-the budget, in arrival order, equal numbers of rows to every rank.
+tasks, 8 episodes each, in the order in which they arrive. Baseline: micro-batches of as many rows as the longest row
+lets into the budget, in arrival order, equal numbers of rows to every rank.
 
 Bars: padding waste below 5% and imbalance of real tokens between ranks below 3%, over the whole iteration.
 """

@@ -93,7 +93,7 @@ def pack(lengths: Tensor, dp: int, token_budget: int, multiple: int = 1, quadrat
     starts = _cut(each, most_rows, math.inf)
     unit = dp * multiple
     starts = _cut_evenly(each, most_rows, -(-len(starts) // unit) * unit)
-    pieces = [order[start:stop] for start, stop in zip(starts, [*starts[1:], len(each)], strict=True)]
+    pieces = [order[start:stop] for start, stop in pairwise([*starts, len(each)])]
     pieces += [order[:0]] * (-len(pieces) % unit)
     work = torch.tensor([len(rows) * float(row_costs(lengths[rows[:1]], quadratic_at).sum()) for rows in pieces])
     # Longest first on every rank, so that a run that does not fit into memory fails at once.
@@ -127,7 +127,7 @@ def _cut_evenly(costs: Sequence[float], most_rows: Sequence[int], count: int) ->
     # The bisection may leave a few over: halve the dearest.
     queue = [(-costs[start] * (stop - start), start, stop) for start, stop in pairwise([*starts, len(costs)])]
     heapq.heapify(queue)
-    done = []
+    done: list[int] = []  # starts of single rows
     while queue and len(queue) + len(done) < count:
         _, start, stop = heapq.heappop(queue)
         if stop - start < 2:

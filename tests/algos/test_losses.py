@@ -252,7 +252,6 @@ def test_an_unknown_name_is_answered_with_the_known_ones(wrong: dict[str, str]) 
 
 
 def test_an_unknown_aggregation_is_answered_with_the_known_ones() -> None:
+    batch = StepBatch({"response_mask": Jagged(torch.ones(1), torch.ones(1))})
     with pytest.raises(MegagentError, match=r"algo.aggregation=mean is unknown; use token-mean, "):
-        with_loss_columns(
-            StepBatch({"response_mask": Jagged(torch.ones(1), torch.ones(1))}), AlgoConfig(aggregation="mean")
-        )
+        with_loss_columns(batch, AlgoConfig(aggregation="mean"))
