@@ -63,14 +63,14 @@ class AlgoConfig:
     loss: str = "ppo"  # ppo | gspo | cispo
     aggregation: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
     clip: float = 0.2  # ratios count from 1 - clip
-    clip_high: float | None = None  # to 1 + clip_high; as clip if not given
-    dual_clip: float | None = None  # ppo: most that a token with a negative advantage counts, times it; null: no limit
+    clip_high: float = 0.0  # to 1 + clip_high; 0: as clip
+    dual_clip: float = 0.0  # ppo: times its advantage, the most that a bad token counts; above 1, 0: no limit
     entropy_coef: float = 0.001
     # KL to the reference
     kl_coef: float = 0.01
     kl_in: str = "loss"  # loss | reward
     kl_estimator: str = "low_var_kl"  # k1 | k2 | k3 = low_var_kl; with a + the gradient is that of k2
-    kl_target: float | None = None  # kl_in=reward: kl_coef is adapted until the KL of a token is this
+    kl_target: float = 0.0  # kl_in=reward: kl_coef is adapted until the KL of a token is this; 0: it stays
     kl_horizon: int = 10000  # episodes over which it adapts
     # Sampler and trainer
     sampler_correction: str = "none"  # none | token_tis | sequence_tis | token_mask | sequence_mask

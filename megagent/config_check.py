@@ -128,11 +128,11 @@ RANGES: Mapping[str, Range] = {
     "algo.token_gamma": SHARE,
     "algo.invalid_action_penalty": NOT_NEGATIVE,
     "algo.clip": Range(0, 1, above_low=True, below_high=True),
-    "algo.clip_high": ABOVE_ZERO,
-    "algo.dual_clip": Range(1, above_low=True),
+    "algo.clip_high": NOT_NEGATIVE,
+    "algo.dual_clip": NOT_NEGATIVE,
     "algo.entropy_coef": NOT_NEGATIVE,
     "algo.kl_coef": NOT_NEGATIVE,
-    "algo.kl_target": ABOVE_ZERO,
+    "algo.kl_target": NOT_NEGATIVE,
     "algo.kl_horizon": AT_LEAST_ONE,
     "algo.sampler_ratio_max": ABOVE_ZERO,
     "algo.sampler_ratio_min": NOT_NEGATIVE,
@@ -180,7 +180,7 @@ NOT_EMPTY = ("experiment_name", "model.path", "env.catalog", "trainer.run_dir", 
 def _check_ranges(config: Config, faults: Faults) -> None:
     for key, value in values(config):
         allowed = RANGES.get(key)
-        if allowed is not None and value is not None and not allowed.holds(value) and faults.sound(key):
+        if allowed is not None and not allowed.holds(value) and faults.sound(key):
             faults.add(f"{key}={value}: must be a number, {allowed}", key)
         if key in NOT_EMPTY and not value and faults.sound(key):
             faults.add(f"{key}: must not be empty", key)

@@ -224,7 +224,7 @@ def test_an_unknown_estimator_is_answered_with_the_registered_ones() -> None:
 def test_the_estimators_known_without_torch_are_the_registered_ones() -> None:
     from megagent.algos import advantages, choices
 
-    assert choices.ESTIMATORS == tuple(advantages.ESTIMATORS)
+    assert tuple(advantages.ESTIMATORS) == choices.ESTIMATORS
 
 
 @pytest.mark.parametrize("address", ["local", "10.0.0.1:6379", "head.cluster:10001"])

@@ -79,20 +79,24 @@ def algo_problems(config: Config) -> list[str]:
             problems.append(
                 f"algo.compat=verl_agent: the reference has no {', '.join(differing)}; set them so, or algo.compat=none"
             )
-    if algo.kl_target is not None and algo.kl_in != "reward":
+    if algo.kl_target and algo.kl_in != "reward":
         problems.append(
             f"algo.kl_target={algo.kl_target}: the coefficient adapts where the KL is part of the reward; set "
-            "algo.kl_in=reward, or leave algo.kl_target=null"
+            "algo.kl_in=reward, or leave algo.kl_target=0"
         )
-    if algo.kl_target is not None and algo.kl_coef == 0:
+    if algo.kl_target and algo.kl_coef == 0:
         problems.append(f"algo.kl_target={algo.kl_target}: algo.kl_coef=0 would stay 0 for ever; give it a start")
     if algo.kl_in == "reward" and algo.kl_estimator.endswith("+"):
         problems.append(
             f"algo.kl_estimator={algo.kl_estimator}: a reward has no gradient that + could change; use "
             f"algo.kl_estimator={algo.kl_estimator.removesuffix('+')}"
         )
-    if algo.dual_clip is not None and algo.loss != "ppo":
-        problems.append(f"algo.dual_clip={algo.dual_clip}: algo.loss={algo.loss} has no dual clip; leave it null")
+    if algo.dual_clip and algo.loss != "ppo":
+        problems.append(f"algo.dual_clip={algo.dual_clip}: algo.loss={algo.loss} has no dual clip; leave it 0")
+    if 0 < algo.dual_clip <= 1:
+        problems.append(
+            f"algo.dual_clip={algo.dual_clip}: at a ratio of 1 it would hold back every bad token; use 3, or 0 for none"
+        )
     if algo.sampler_ratio_min > algo.sampler_ratio_max:
         problems.append(
             f"algo.sampler_ratio_min={algo.sampler_ratio_min} is above algo.sampler_ratio_max="

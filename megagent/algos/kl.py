@@ -125,7 +125,7 @@ def adapted_kl_coef(coef: float, kl: float, episodes: int, algo: AlgoConfig) -> 
     episodes at that distance multiply it by about e^0.2. Without a target it stays.
     Source: Ziegler et al., section 2.2 (arXiv 1909.08593).
     """
-    if algo.kl_target is None:
+    if not algo.kl_target:
         return coef
     error = min(max(kl / algo.kl_target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * episodes / algo.kl_horizon)

@@ -75,7 +75,7 @@ def loss_shares(batch: StepBatch, algo: AlgoConfig) -> Tensor:
 
 def clip_range(algo: AlgoConfig) -> tuple[float, float]:
     """The ratios between which a token may move the policy."""
-    return 1.0 - algo.clip, 1.0 + (algo.clip if algo.clip_high is None else algo.clip_high)
+    return 1.0 - algo.clip, 1.0 + (algo.clip_high or algo.clip)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, algo: AlgoConfig) -> Surrogate:
@@ -86,7 +86,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, algo: AlgoConfig) -> Su
     free = -advantages * ratio
     held = -advantages * ratio.clamp(*clip_range(algo))
     loss = torch.maximum(free, held)
-    if algo.dual_clip is None:
+    if not algo.dual_clip:
         return loss, held > free, torch.zeros_like(free, dtype=torch.bool)
     most = -advantages * algo.dual_clip
     too_much = (advantages < 0) & (loss > most)

@@ -58,7 +58,7 @@ def test_a_weight_in_the_advantage_is_a_weight_of_the_loss(batch: StepBatch, los
     """Also where the surrogate is clipped: each token's loss is its weight times what it was."""
     algo = AlgoConfig(
         loss=loss, sampler_correction="token_tis", sampler_ratio_max=3.0, entropy_coef=0.0, kl_coef=0.0,
-        dual_clip=3.0 if loss == "ppo" else None,
+        dual_clip=3.0 if loss == "ppo" else 0.0,
     )  # fmt: skip
     log_probs = batch["old_log_probs"].values + torch.tensor([0.5, -0.5, 0.0, 2.0])
 

@@ -145,9 +145,9 @@ FORMS = [
     AlgoConfig(loss=loss, aggregation=aggregation, dual_clip=dual, entropy_coef=0.01, kl_coef=0.1, kl_estimator=kl)
     for loss, aggregation, dual, kl in (
         ("ppo", "token-mean", 3.0, "low_var_kl"),
-        ("ppo", "seq-mean-token-mean", None, "k1"),
-        ("gspo", "seq-mean-token-mean", None, "k2"),
-        ("cispo", "seq-mean-token-sum", None, "k3+"),
+        ("ppo", "seq-mean-token-mean", 0.0, "k1"),
+        ("gspo", "seq-mean-token-mean", 0.0, "k2"),
+        ("cispo", "seq-mean-token-sum", 0.0, "k3+"),
     )
 ]
 
