@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from megagent.algos.gae import gae_advantages
+from megagent.algos.gae import gae, gae_advantages
 from megagent.algos.gigpo import gigpo_advantages
 from megagent.algos.grpo import dr_grpo_advantages, grpo_advantages, rloo_advantages
 from megagent.algos.reinforce import (
@@ -38,7 +38,11 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def estimate_advantages(batch: StepBatch, algo: AlgoConfig) -> StepBatch:
-    """Adds advantages (Jagged float32 over the responses) by the estimator that algo.estimator names."""
+    """Adds advantages (Jagged float32 over the responses) by the estimator that algo.estimator names.
+
+    With gae also value_targets, what the critic's values should have been.
+    """
     if algo.estimator not in ESTIMATORS:
         raise MegagentError(f"algo.estimator={algo.estimator} is unknown; use one of {', '.join(ESTIMATORS)}")
-    return batch.with_columns(advantages=ESTIMATORS[algo.estimator](batch, algo))
+    batch = batch.with_columns(advantages=ESTIMATORS[algo.estimator](batch, algo))
+    return batch.with_columns(value_targets=gae(batch, algo)[1]) if algo.estimator == "gae" else batch

@@ -52,7 +52,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 # What an estimator reads that no part of the training loop writes.
 _MISSING_INPUTS = {
-    "gae": "the values of a critic, which the training loop does not have; use gigpo, grpo or rloo",
     "remax": "the reward of a greedy episode of every task, which the training loop does not play; use rloo, whose "
     "baseline is the other episodes of the task",
 }

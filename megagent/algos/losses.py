@@ -68,6 +68,11 @@ def loss_shares(batch: StepBatch, algo: AlgoConfig) -> Tensor:
     return tokens if algo.aggregation == "token-mean" else tokens.clamp(max=1)
 
 
+def token_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Scalar: sum of values where mask is not 0. Masked tokens may hold anything, also NaN."""
+    return torch.where(mask != 0, values, 0.0).sum()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Surrogates
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,7 +175,7 @@ def policy_loss(
     )
 
     def total_of(values: Tensor) -> Tensor:
-        return (values.float() * weights).sum()
+        return token_sum(values.float() * weights, weights)
 
     total = total_of(pg)
     sums = {

@@ -36,7 +36,6 @@ def test_every_choice_is_of_a_key_that_exists_and_may_have_its_default() -> None
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"estimator": "gae"}, "algo.estimator=gae: it needs the values of a critic"),
         ({"estimator": "remax"}, "algo.estimator=remax: it needs the reward of a greedy episode of every task"),
         (
             {"compat": "verl_agent", "estimator": "grpo", "lone_step": "raw"},
