@@ -78,6 +78,11 @@ def algo_problems(config: Config) -> list[str]:
             problems.append(
                 f"algo.compat=verl_agent: the reference has no {', '.join(differing)}; set them so, or algo.compat=none"
             )
+    if algo.estimator == "gae" and algo.gae_over == "steps" and algo.adjust == "copy":
+        problems.append(
+            "algo.adjust=copy: a copied row is a step that its episode took twice, and algo.estimator=gae runs along "
+            "the steps; use algo.adjust=pad"
+        )
     if algo.kl_target and algo.kl_in != "reward":
         problems.append(
             f"algo.kl_target={algo.kl_target}: the coefficient adapts where the KL is part of the reward; set "

@@ -42,7 +42,7 @@ def similar_step_groups(batch: StepBatch, threshold: float) -> Tensor:
     matters, and a group's members need not resemble each other.
     Source: verl-agent's build_step_group; the ratio is SequenceMatcher(None, page, representative), on characters.
     """
-    representatives: dict[object, list[tuple[str, int]]] = {}
+    representatives: dict[object, list[tuple[SequenceMatcher[str], int]]] = {}
     known: dict[tuple[object, str], int] = {}  # a page seen before joins the same one: those found later come after
     groups: list[int] = []
     count = 0
@@ -57,17 +57,18 @@ def similar_step_groups(batch: StepBatch, threshold: float) -> Tensor:
         group = known.get((uid, page))
         if group is None:
             of_task = representatives.setdefault(uid, [])
-            group = next((each for text, each in of_task if _resembles(page, text, threshold)), None)
+            group = next((each for matcher, each in of_task if _resembles(page, matcher, threshold)), None)
             if group is None:
                 group, count = count, count + 1
-                of_task.append((page, group))
+                of_task.append((SequenceMatcher(None, "", page), group))
             known[uid, page] = group
         groups.append(group)
     return torch.tensor(groups, dtype=torch.int64)
 
 
-def _resembles(page: str, representative: str, threshold: float) -> bool:
-    matcher = SequenceMatcher(None, page, representative)
+def _resembles(page: str, matcher: SequenceMatcher[str], threshold: float) -> bool:
+    # The matcher has indexed its second text, the representative, once for all pages.
+    matcher.set_seq1(page)
     # The two quick ratios are upper bounds of the slow one.
     return all(ratio() >= threshold for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio))
 

@@ -41,6 +41,7 @@ def test_every_choice_is_of_a_key_that_exists_and_may_have_its_default() -> None
             {"compat": "verl_agent", "estimator": "grpo", "lone_step": "raw"},
             "the reference has no algo.estimator=grpo (there: gigpo), algo.lone_step=raw (there: zero)",
         ),
+        ({"estimator": "gae", "adjust": "copy"}, "a copied row is a step that its episode took twice"),
         ({"kl_target": 0.1}, "algo.kl_target=0.1: the coefficient adapts where the KL is part of the reward"),
         ({"kl_target": 0.1, "kl_in": "reward", "kl_coef": 0.0}, "algo.kl_coef=0 would stay 0 for ever"),
         ({"kl_in": "reward", "kl_estimator": "k3+"}, "use algo.kl_estimator=k3"),
