@@ -21,9 +21,8 @@ def train(run: Run) -> None:
             rows = run.rows(episodes)
         with run.phase("prepare"):
             rows = step_returns(rows, algo)
-            rows = align(
-                rows, run.schedule_multiple, algo.adjust, seed=iteration
-            )  # whole micro-batches on every rank; padding weighs nothing
+            # Whole micro-batches on every rank; padding weighs nothing.
+            rows = align(rows, run.schedule_multiple, algo.adjust, seed=iteration)
             rows = place_episode_reward(rows)
             rows = run.actor_log_probs(rows)  # teacher forcing, before any update of this iteration
             rows = run.reference_log_probs(rows)
