@@ -48,8 +48,8 @@ class Run:
     rollout: EngineGroup
     collector: Collector
     bridge: FileBridge
-    kl_coef: float  # of the KL in the reward, as it is now
     finished: int = 0  # iterations done before this process started
+    kl_coef: float = 0.0  # of the KL in the reward, as it is now
     metrics: dict[str, float] = field(default_factory=dict)  # of the iteration under way
 
     # --- the course of the run ---------------------------------------------------------------------------------------
