@@ -19,10 +19,19 @@ class ParallelConfig:
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline stages
     dp: int = 1  # data-parallel replicas
+    vpp: int = 1  # model chunks of each stage, run in turn; more than 1 asks for pp above 1
+    ep: int = 1  # expert-parallel ranks: the experts are divided among them; taken out of tp x dp
+    etp: int | None = None  # tensor-parallel ranks of an expert; as tp if not given
+    sequence_parallel: bool = False  # split norms and residuals over the tp ranks by token
+    distributed_optimizer: bool = True  # split the optimizer's state over the dp ranks
 
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
 
 
 @dataclass
@@ -93,6 +102,7 @@ class TrainerConfig:
     val_temperature: float = 0.4
     val_greedy: bool = False  # also validate at temperature 0
     save_freq: int = 0  # iterations between checkpoints; 0 saves at the end only
+    export_freq: int = 0  # iterations between exports as a Hugging Face folder; 0 exports at the end only
     seed: int = 0
     run_dir: str = "runs/${experiment_name}"
     resume: bool = False  # continue from the newest checkpoint in run_dir

@@ -3,8 +3,8 @@
     <folder>/iteration_0000012/   complete, or it would not have this name
     <folder>/latest               the name of the newest complete one
 
-A checkpoint is written beside and renamed when complete. It does not depend on tp, pp and dp: the optimizer's state is
-stored by parameter, and any other topology may load it.
+A checkpoint is written beside and renamed when complete. It does not depend on tp, pp, vpp and dp: the optimizer's
+state is stored by parameter, and any other topology may load it. What it does depend on is checked before loading.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def save(policy: Policy, folder: Path, iteration: int) -> Path:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
     dist.barrier()
-    state = {**_sharded(policy, loading=False), "iteration": iteration}
+    state = {**_sharded(policy, loading=False), "iteration": iteration, "layout": _layout(policy)}
     dist_checkpointing.save(state, str(beside), content_metadata=dict(_CONTENT))
     dist.barrier()
     if writes:
@@ -69,6 +69,7 @@ def load(policy: Policy, folder: Path) -> int:
     source = latest(folder)
     if source is None:
         raise MegagentError(f"{folder}: there is no checkpoint (no file {_LATEST}); start without trainer.resume")
+    _check_layout(policy, source)
     policy.reference.keep()
     try:
         state = dist_checkpointing.load(_sharded(policy, loading=True), str(source))
@@ -76,7 +77,8 @@ def load(policy: Policy, folder: Path) -> int:
         raise MegagentError(
             f"{source} cannot be loaded ({_first_line(error)}); name an older checkpoint in {folder / _LATEST}"
         ) from error
-    policy.stage.chunks[0].load_state_dict(state["model"])
+    for name, chunk in _named_chunks(policy).items():
+        chunk.load_state_dict(state["model"][name])
     policy.optimizer.megatron.load_state_dict(state["optimizer"])
     policy.optimizer.schedule.load_state_dict(state["schedule"])
     policy.updates = int(state["updates"])
@@ -86,13 +88,47 @@ def load(policy: Policy, folder: Path) -> int:
 def _sharded(policy: Policy, loading: bool) -> dict[str, Any]:
     """What a checkpoint holds, as Megatron's sharded state: where each rank's tensors lie in the full ones."""
     # Copies: Megatron adds a process group to the metadata, and another topology must not find it there.
-    model = policy.stage.chunks[0].sharded_state_dict(metadata=dict(_CONTENT))
+    model = {name: chunk.sharded_state_dict(metadata=dict(_CONTENT)) for name, chunk in _named_chunks(policy).items()}
     return {
         "model": model,
         "optimizer": policy.optimizer.megatron.sharded_state_dict(model, is_loading=loading, metadata=dict(_CONTENT)),
         "schedule": policy.optimizer.schedule.state_dict(),
         "updates": policy.updates,
     }
+
+
+def _named_chunks(policy: Policy) -> dict[str, Any]:
+    """The model's chunks on this rank. Tensors are stored by their own names and places, whatever chunk has them."""
+    return {f"chunk{number}": chunk for number, chunk in enumerate(policy.stage.chunks)}
+
+
+def _layout(policy: Policy) -> dict[str, Any]:
+    """What a checkpoint's content depends on, by the key of the configuration."""
+    parallel = policy.config.parallel
+    layout: dict[str, Any] = {"parallel.distributed_optimizer": parallel.distributed_optimizer}
+    if policy.stage.transformer.num_moe_experts:
+        # Megatron keeps the experts' optimizer state under other names where they are split over ranks.
+        layout["parallel.ep above 1"] = parallel.ep > 1
+    return layout
+
+
+def _check_layout(policy: Policy, source: Path) -> None:
+    """Raises MegagentError if the checkpoint's content is not what this run's configuration makes of it."""
+    try:
+        stored = dist_checkpointing.load_common_state_dict(str(source)).get("layout", {})
+    except (CheckpointingException, OSError):
+        return  # said better by what comes next
+    differing = [
+        f"{key} was {_yes_no(stored[key])} and is {_yes_no(value)}"
+        for key, value in _layout(policy).items()
+        if stored.get(key, value) != value
+    ]
+    if differing:
+        raise MegagentError(f"{source} cannot be resumed like this: {'; '.join(differing)}; set it as it was")
+
+
+def _yes_no(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _first_line(error: BaseException) -> str:

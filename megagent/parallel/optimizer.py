@@ -1,4 +1,4 @@
-"""Megatron's distributed AdamW and its learning-rate schedule."""
+"""Megatron's AdamW, distributed or not, and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ class Optimizer:
         The norm may be NaN or infinite; the caller must look. Collective over all ranks.
         """
         _, grad_norm, _ = self.megatron.step()
+        # Not distributed, the optimizer leaves each parameter's gradient where autograd would add the next to it, and
+        # Megatron's hook then adds the sum to itself: from the second step on, gradients would be doubled.
+        self.megatron.zero_grad()
         return float(grad_norm)
 
     def advance(self) -> None:
@@ -59,7 +62,7 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
             clip_grad=trainer.clip_grad,
             bf16=stage.transformer.bf16,
             params_dtype=stage.transformer.params_dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=config.parallel.distributed_optimizer,
         ),
         stage.wrapped,
         use_gloo_process_groups=False,

@@ -92,7 +92,7 @@ class Policy:
         """
         sequences = schedule.response_sequences(shard)
         rows = torch.arange(len(sequences))
-        cut = schedule.by_length(sequences, rows, self.config.trainer.log_prob_micro_batch_rows)
+        cut = self._cut(sequences, rows, self.config.trainer.log_prob_micro_batch_rows)
         weights = self.reference.in_place() if model == "reference" else contextlib.nullcontext()
         with weights:
             results = schedule.run(self.stage, sequences, cut, self._log_probs_of_logits, forward_only=True)
@@ -148,7 +148,7 @@ class Policy:
         for rows, count in zip(mini_batches, counts, strict=True):
             if count == 0:  # padding rows only: nothing to learn, and Adam's momentum should not move either
                 continue
-            cut = schedule.by_length(sequences, rows, trainer.micro_batch_rows)
+            cut = self._cut(sequences, rows, trainer.micro_batch_rows)
             results = schedule.run(self.stage, sequences, cut, _PpoLoss(self, count), forward_only=False)
             sums = self._shared_sums(results, (*LOSS_METRICS, "loss"))
             lr = self.optimizer.lr
@@ -196,7 +196,7 @@ class Policy:
             value = -(log_probs * micro_batch.columns["loss_weights"]).sum() / total
             return value, {"loss": value.detach()}
 
-        cut = schedule.by_length(sequences, torch.arange(len(sequences)), self.config.trainer.micro_batch_rows)
+        cut = self._cut(sequences, torch.arange(len(sequences)), self.config.trainer.micro_batch_rows)
         results = schedule.run(self.stage, sequences, cut, loss, forward_only=False)
         mean = float(self._shared_sums(results, ("loss",))[0])
         metrics = {"sft/loss": mean, "sft/grad_norm": self._step(mean), "sft/lr": self.optimizer.lr}
@@ -204,6 +204,9 @@ class Policy:
         return metrics
 
     # --- both --------------------------------------------------------------------------------------------------------
+
+    def _cut(self, sequences: schedule.Sequences, rows: Tensor, micro_batch_rows: int) -> list[Tensor]:
+        return schedule.by_length(sequences, rows, micro_batch_rows, self.stage.micro_batch_multiple)
 
     def _shared_sums(self, results: list[dict[str, Tensor]], names: Iterable[str]) -> Tensor:
         """[names] float64: sums of scalars over micro-batches and replicas, on every rank; a missing one is 0."""

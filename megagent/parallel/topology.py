@@ -102,6 +102,9 @@ def initialise(config: Config, rank: int, world: int, master: str, port: int) ->
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.expert_tp,
         distributed_timeout_minutes=config.cluster.timeout_s / 60,
         # Extra Gloo groups serve checkpoint formats that are not used here.
         create_gloo_process_groups=False,
