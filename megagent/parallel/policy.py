@@ -113,7 +113,7 @@ class Policy:
             logits,
             micro_batch.targets,
             self.topology.tp_group,
-            vocab=self.stage.vocab,
+            vocab=self.stage.architecture.vocab,
             temperature=self.config.rollout.temperature,
             consume=True,
         )
@@ -191,7 +191,7 @@ class Policy:
 
         def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             log_probs = vocab_parallel_log_probs(
-                logits, micro_batch.targets, self.topology.tp_group, vocab=self.stage.vocab, consume=True
+                logits, micro_batch.targets, self.topology.tp_group, vocab=self.stage.architecture.vocab, consume=True
             )
             value = -(log_probs * micro_batch.columns["loss_weights"]).sum() / total
             return value, {"loss": value.detach()}

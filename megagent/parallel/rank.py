@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megagent.batch import Jagged, StepBatch
 from megagent.config import Config
+from megagent.model_source import hf_config_of
 from megagent.parallel import platform
 
 if TYPE_CHECKING:
@@ -41,13 +42,13 @@ class Rank:
     def setup(self) -> None:
         """Join the other ranks and load the model of config.model.path, a Hugging Face folder."""
         platform.install(self.config.cluster.platform, self.config.cluster.threads, local_rank=self.rank)
-        from megagent.parallel import hf_io, model, optimizer, topology
+        from megagent.parallel import hf_io, model, models, optimizer, topology
         from megagent.parallel.policy import Policy
 
-        hf_config = model.read_hf_config(self.config.model.path)
+        architecture = models.architecture_of(hf_config_of(self.config.model.path))
         self.topology = topology.initialise(self.config, self.rank, self.world, self.master, self.port)
-        stage = model.build(self.config, self.topology, hf_config)
-        hf_io.load_hf(stage.chunks, stage.family, hf_config, self.config.model.path)
+        stage = model.build(self.config, self.topology, architecture)
+        hf_io.load_hf(stage, self.config.model.path)
         # After the weights: the optimizer copies those it keeps in higher precision.
         adam = optimizer.build(self.config, stage, self.task)
         self._policy = Policy(self.config, self.topology, stage, adam)
@@ -79,8 +80,7 @@ class Rank:
 
         from megagent.parallel import hf_io
 
-        stage = self.policy.stage
-        tensors = {name: tensor.cpu() for name, tensor in hf_io.gather_hf(stage.chunks, stage.family, stage.hf_config)}
+        tensors = {name: tensor.cpu() for name, tensor in hf_io.gather_hf(self.policy.stage)}
         if self.rank == 0:
             beside = Path(f"{path}.partial")
             save_file(tensors, beside, metadata={"version": str(version)})
@@ -90,8 +90,8 @@ class Rank:
         """Write the actor as a Hugging Face folder: weights, configuration, tokenizer files of config.model.path."""
         from megagent.parallel import hf_io
 
-        stage = self.policy.stage
-        hf_io.export_hf(stage.chunks, stage.family, stage.hf_config, folder, self.config.model.path)
+        source = self.config.model.path
+        hf_io.export_hf(self.policy.stage, folder, hf_config_of(source), source)
 
     def save(self, folder: str, iteration: int) -> None:
         """Write a checkpoint of model, optimizer and schedule under `folder`, and point `latest` at it."""

@@ -95,8 +95,7 @@ def weights_of(rank: Any) -> dict[str, torch.Tensor]:
     """Full Hugging Face tensors on rank 0, nothing elsewhere."""
     from megagent.parallel import hf_io
 
-    stage = rank.policy.stage
-    return {name: tensor.clone() for name, tensor in hf_io.gather_hf(stage.chunks, stage.family, stage.hf_config)}
+    return {name: tensor.clone() for name, tensor in hf_io.gather_hf(rank.policy.stage)}
 
 
 def log_probs_of(rank: Any, rows: StepBatch, model: str = "actor") -> tuple[torch.Tensor, torch.Tensor] | None:
