@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megagent.config import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +141,16 @@ class Degrees:
             ]
             return {"pipeline_model_parallel_layout": layout}
         return {"virtual_pipeline_model_parallel_size": self.vpp} if self.vpp > 1 else {}
+
+
+def degrees_of(parallel: ParallelConfig) -> Degrees:
+    """The degrees of a run's configuration."""
+    return Degrees(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        dp=parallel.dp,
+        sequence_parallel=parallel.sequence_parallel,
+    )
