@@ -228,14 +228,14 @@ class Architecture:
         experts = range(self.expert_count) if experts is None else experts
         found = []
         if chunk.has_embedding:
-            found += [row.names[0] for row in self._rows if row.at == "first"]
+            found += [row.names[0] for row in self.rows if row.at == "first"]
         for layer in chunk.layers:
-            for row in self._rows:
+            for row in self.rows:
                 if row.at == "layer":
                     numbers = experts if row.of_experts else (0,)
                     found += [_numbered(row.names[0], layer, expert) for expert in numbers]
         if chunk.has_output:
-            found += [row.names[0] for row in self._rows if row.at == "last" and not self._is_copy(row)]
+            found += [row.names[0] for row in self.rows if row.at == "last" and not self.is_copy(row)]
             if self.tied and not chunk.has_embedding:
                 found.append(self.ties.megatron)
         return found
@@ -266,7 +266,7 @@ class Architecture:
         place = place or degrees.place(0)
         template, layer, expert = split_name(megatron_name)
         row = self._rows_by_name.get(template)
-        if row is None or (self._is_copy(row) and not self.tied):
+        if row is None or (self.is_copy(row) and not self.tied):
             raise MegagentError(f"{megatron_name} is no tensor of a {self.family} model")
         if row.of_experts:
             return self.part(megatron_name, row, layer, expert, place.etp_rank, degrees.expert_tp)
@@ -284,38 +284,40 @@ class Architecture:
         """The row of a Megatron name with {layer} and {expert} in it; raises KeyError."""
         return self._rows_by_name[template]
 
-    def _is_copy(self, row: Row) -> bool:
+    def is_copy(self, row: Row) -> bool:
+        """Whether a row's tensor is the output layer's copy of the embedding."""
         return self.tied and self.ties.megatron in row.names
 
     def _part(self, row: Row, rank: int, ranks: int) -> LocalTensor:
         """Templates of a rank's tensors; the same for all layers and experts, so they are made once."""
         key = (row.names[0], rank, ranks)
         if key not in self._parts:
-            source = self.row(self.ties.to) if self._is_copy(row) else row
-            self._parts[key] = replace(source.local(self, rank, ranks), copy=self._is_copy(row))
+            source = self.row(self.ties.to) if self.is_copy(row) else row
+            self._parts[key] = replace(source.local(self, rank, ranks), copy=self.is_copy(row))
         return self._parts[key]
 
     def _model_rows(self) -> Iterator[tuple[Row, int, int]]:
         """Rows of the model with the layer and expert of each (0 where it has none), in the table's order."""
-        per_layer = [row for row in self._rows if row.at == "layer"]
-        for row in self._rows:
+        per_layer = [row for row in self.rows if row.at == "layer"]
+        for row in self.rows:
             if row.at == "first":
                 yield row, 0, 0
         for layer in range(self.layers):
             for row in per_layer:
                 for expert in range(self.expert_count) if row.of_experts else (0,):
                     yield row, layer, expert
-        for row in self._rows:
-            if row.at == "last" and not self._is_copy(row):
+        for row in self.rows:
+            if row.at == "last" and not self.is_copy(row):
                 yield row, 0, 0
 
     @cached_property
-    def _rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[Row, ...]:
+        """The table without the rows that this model has no use for."""
         return tuple(row for row in self.tensors if row.when is None or getattr(self, row.when))
 
     @cached_property
     def _rows_by_name(self) -> dict[str, Row]:
-        return {name: row for row in self._rows for name in row.names}
+        return {name: row for row in self.rows for name in row.names}
 
     @cached_property
     def _parts(self) -> dict[tuple[str, int, int], LocalTensor]:

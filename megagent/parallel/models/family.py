@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from megagent.parallel.degrees import Chunk, Degrees
@@ -21,6 +22,7 @@ class Family:
     hf_class, model_type: as in config.json (`architectures`, `model_type`); tensors: the table.
     read: the fields of Architecture that only some families have, from what `common` does not read;
     write: the keys of config.json that say the same.
+    defaults: what transformers assumes of keys that are absent, where that is more than "not there".
     """
 
     name: str
@@ -29,13 +31,14 @@ class Family:
     tensors: tuple[Row, ...]
     read: Callable[[ConfigReader, Mapping[str, Any]], Mapping[str, Any]]
     write: Callable[[Architecture], Mapping[str, Any]]
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     scaled_rope: bool = False
     ties: Tie = TIE
 
     def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
         """The model that a config.json describes. Raises ConfigError with everything in it that is missing, not known,
         or cannot be expressed."""
-        reader = ConfigReader(hf_config, self.name)
+        reader = ConfigReader(hf_config, self.name, self.defaults)
         reader.only("model_type", self.model_type, f"{self.hf_class} is of type {self.model_type}; {BELONGING}")
         fields = common(reader, self.scaled_rope)
         fields |= self.read(reader, fields)

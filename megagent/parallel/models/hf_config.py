@@ -37,8 +37,8 @@ HARMLESS = frozenset((
 class ConfigReader:
     """One pass over a config: typed values come out, every fault is collected, `finish` raises them together."""
 
-    def __init__(self, config: Mapping[str, Any], family: str) -> None:
-        self.config = config
+    def __init__(self, config: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> None:
+        self.config = {**defaults, **config}
         self.family = family
         self.problems: list[str] = []
         self._read: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megagent.parallel.models.architecture import Architecture
@@ -27,4 +28,5 @@ MISTRAL = Family(
     tensors=dense_decoder(),
     read=_read,
     write=_write,
+    defaults=MappingProxyType({"num_key_value_heads": 8, "sliding_window": 4096}),
 )

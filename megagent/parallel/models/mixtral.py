@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megagent.parallel.models.architecture import Architecture
@@ -38,4 +39,5 @@ MIXTRAL = Family(
     tensors=mixture_decoder("block_sparse_moe", gate="w1", up="w3", down="w2"),
     read=_read,
     write=_write,
+    defaults=MappingProxyType({"num_key_value_heads": 8, "rope_theta": 1000000.0}),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megagent.parallel.models.architecture import Architecture
@@ -28,4 +29,5 @@ QWEN2 = Family(
     tensors=dense_decoder(),
     read=_read,
     write=_write,
+    defaults=MappingProxyType({"num_key_value_heads": 32}),
 )

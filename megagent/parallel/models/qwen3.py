@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megagent.parallel.models.architecture import Architecture
@@ -16,7 +17,7 @@ NO_BIAS = "Megatron has a bias on the output of attention only together with bia
 def _read(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     reader.sliding_window(fields["positions"], fields["layers"])
     reader.only("attention_bias", False, NO_BIAS)
-    return {"qk_norm": True, "head_dim": reader.integer("head_dim", default=128)}
+    return {"qk_norm": True}
 
 
 def _write(architecture: Architecture) -> dict[str, Any]:
@@ -30,4 +31,5 @@ QWEN3 = Family(
     tensors=dense_decoder(),
     read=_read,
     write=_write,
+    defaults=MappingProxyType({"num_key_value_heads": 32, "head_dim": 128}),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megagent.parallel.models.architecture import Architecture
@@ -48,4 +49,5 @@ QWEN3_MOE = Family(
     tensors=mixture_decoder("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     read=_read,
     write=_write,
+    defaults=MappingProxyType({"num_key_value_heads": 4}),
 )

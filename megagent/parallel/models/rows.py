@@ -89,8 +89,12 @@ class Rows(Row):
         return {self.of: sizes.shape(self.shape)}
 
     def local(self, sizes: Sizes, rank: int, ranks: int) -> LocalTensor:
+        rows = sizes.shape(self.shape)[0]
+        return self.of_padded(sizes, padded(rows, ranks) if self.pads else rows, rank, ranks)
+
+    def of_padded(self, sizes: Sizes, total: int, rank: int, ranks: int) -> LocalTensor:
+        """The part of a rank where all ranks together have `total` rows, padding included."""
         rows, *rest = sizes.shape(self.shape)
-        total = padded(rows, ranks) if self.pads else rows
         return split_rows(self.names[0], [(self.of, 0, rows)], total, tuple(rest), rank, ranks)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 Shape = tuple[int, ...]
@@ -27,8 +26,14 @@ class Region:
         return (*self.start[:fixed], *(slice(start, start + size) for start, size in parts))
 
     @property
-    def size(self) -> int:
-        return math.prod(self.shape)
+    def extent(self) -> Shape:
+        """The shape with an axis of 1 for each fixed index."""
+        return (1,) * (len(self.start) - len(self.shape)) + self.shape
+
+    def lies_in(self, shape: Shape) -> bool:
+        """Whether a tensor of this shape has the part."""
+        axes = zip(self.start, self.extent, shape, strict=False)
+        return len(self.start) == len(shape) and all(0 <= start <= start + size <= end for start, size, end in axes)
 
 
 @dataclass(frozen=True, slots=True)
