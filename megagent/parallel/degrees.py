@@ -72,8 +72,12 @@ class Degrees:
 
     def problems(self) -> list[str]:
         """Every reason why the degrees contradict each other, whatever the model; each with the fix."""
-        named = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.expert_tp, "dp": self.dp}
-        found = [f"parallel.{name}={value}: use 1 or more" for name, value in named.items() if value < 1]
+        named = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp, "dp": self.dp}
+        found = [
+            f"parallel.{name}={value}: use 1 or more"
+            for name, value in named.items()
+            if value is not None and value < 1
+        ]
         if found:
             return found
         if self.vpp > 1 and self.pp == 1:

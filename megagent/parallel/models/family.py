@@ -132,13 +132,10 @@ def common(reader: ConfigReader, scaled_rope: bool) -> dict[str, Any]:
     hidden = reader.integer("hidden_size")
     kv_heads = reader.integer("num_key_value_heads", default=heads)
     head_dim = reader.integer("head_dim", default=0, at_least=0)
-    if not head_dim:
-        head_dim = hidden // heads
-        if hidden % heads:
-            reader.problem(
-                f"num_attention_heads={heads} does not divide hidden_size={hidden}; set head_dim if so meant"
-            )
-    if heads % kv_heads:
+    sound = not reader.problems  # a number that is missing contradicts nothing
+    if sound and not head_dim and hidden % heads:
+        reader.problem(f"num_attention_heads={heads} does not divide hidden_size={hidden}; set head_dim if so meant")
+    if sound and heads % kv_heads:
         reader.problem(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; {BELONGING}")
     reader.only("hidden_act", "silu", "only silu is supported; choose another model")
     reader.only("attention_dropout", 0, "log-probs have to be the same each time; set it to 0")
@@ -149,7 +146,7 @@ def common(reader: ConfigReader, scaled_rope: bool) -> dict[str, Any]:
         "ffn": reader.integer("intermediate_size"),
         "heads": heads,
         "kv_heads": kv_heads,
-        "head_dim": head_dim,
+        "head_dim": head_dim or hidden // heads,
         "positions": reader.integer("max_position_embeddings"),
         "norm_eps": reader.number("rms_norm_eps"),
         "init_std": reader.number("initializer_range", default=0.02),

@@ -1,9 +1,9 @@
 """The layout of vLLM's workers: tensor x pipeline parallel, experts by tensor or expert parallel, several engines.
 
 Integers and names, as of vLLM 0.32: nothing of vLLM is imported. Its parameters are made of the same Hugging Face
-tensors as Megatron's, so they follow from the rows of the family's table: q, k and v in one tensor, each by its own heads
-and key/value heads repeated where they are fewer than the ranks; gate over up; a layer's experts in one tensor of three
-axes; the vocabulary padded to a multiple of 64 and then split.
+tensors as Megatron's, so they follow from the rows of the family's table: q, k and v in one tensor, each by its own
+heads and key/value heads repeated where they are fewer than the ranks; gate over up; a layer's experts in one tensor of
+three axes; the vocabulary padded to a multiple of 64 and then split.
 """
 
 from __future__ import annotations
