@@ -158,3 +158,22 @@ def degrees_of(parallel: ParallelConfig) -> Degrees:
         dp=parallel.dp,
         sequence_parallel=parallel.sequence_parallel,
     )
+
+
+def training_problems(degrees: Degrees, has_experts: bool) -> list[str]:
+    """Every reason why Megatron cannot train with these degrees although the weights can be laid out so."""
+    if not has_experts:
+        return []
+    found = []
+    if degrees.tp > 1 and not degrees.sequence_parallel:
+        found.append(
+            f"parallel.tp={degrees.tp}: Megatron trains experts on several tensor ranks with sequence parallelism only; "
+            "set parallel.sequence_parallel=true"
+        )
+    if degrees.ep == 1 and degrees.expert_tp != degrees.tp:
+        # Each tensor rank has tokens of its own, and without ep nobody adds up what they say about its experts.
+        found.append(
+            f"parallel.etp={degrees.expert_tp} is not tp={degrees.tp}, which Megatron's gradients ask for while "
+            "parallel.ep=1; leave etp out, or set parallel.ep"
+        )
+    return found

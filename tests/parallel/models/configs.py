@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megagent.parallel.models import Architecture, architecture_of
+
 _QWEN25_7B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "attention_dropout": 0.0,
@@ -233,3 +235,8 @@ TINY: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
+
+
+def tiny(family: str, **changes: Any) -> Architecture:
+    """The tiny model of a family, with some keys of its config changed."""
+    return architecture_of({**TINY[family], **changes})

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from megagent.errors import ConfigError, MegagentError
 from megagent.parallel.degrees import Degrees
 from megagent.parallel.models import Architecture, architecture_of
 from megagent.parallel.models.architecture import split_name
-from tests.parallel.models.configs import REAL, TINY
+from tests.parallel.models.configs import REAL, tiny
 
 QWEN_1_5B, QWEN_7B, MIXTURE = (
     architecture_of(REAL[name]) for name in ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-235B-A22B")
 )
 
 
-def tiny(family: str = "qwen2", **changes: Any) -> Architecture:
-    return architecture_of({**TINY[family], **changes})
+GATED = ("gate", "up", "down")
 
 
 @pytest.mark.parametrize("model", [QWEN_1_5B, QWEN_7B], ids=["tied", "untied"])
@@ -35,13 +32,13 @@ def test_a_stage_with_both_ends_of_a_tied_model_needs_no_copy() -> None:
 
 
 def test_tied_output_layer_reads_the_embedding_and_is_no_hf_tensor() -> None:
-    model = tiny(tie_word_embeddings=True)
+    model = tiny("qwen2", tie_word_embeddings=True)
     assert "lm_head.weight" not in model.hf_shapes()
     copy = model.local("output_layer.weight", Degrees(tp=2))
     assert {box.hf for box in copy.boxes} == {"model.embed_tokens.weight"}
     assert copy.copy
     assert model.tied_hf_names() == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert tiny().tied_hf_names() == {}
+    assert tiny("qwen2").tied_hf_names() == {}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,7 @@ def test_biases_are_tensors_where_the_config_says_so() -> None:
     ],
 )
 def test_both_layer_specs_name_the_same_norm(fused: str, local: str) -> None:
-    model = tiny()
+    model = tiny("qwen2")
     fused, local = f"decoder.layers.3.{fused}", f"decoder.layers.3.{local}"
     assert model.canonical(fused) == model.canonical(local) == local
     assert model.local(fused, Degrees()).boxes == model.local(local, Degrees()).boxes
@@ -103,7 +100,7 @@ def test_module_names_become_global_by_the_layers_and_experts_that_they_count_fr
 
 def test_names_of_stages_never_collide() -> None:
     """A layer that bears its pipeline-local number overwrites another stage's on export."""
-    model = tiny()
+    model = tiny("qwen2")
     degrees = Degrees(pp=2, vpp=2)
     names = [
         model.canonical(f"decoder.layers.{position}.mlp.linear_fc2.weight", layers=chunk.layers)

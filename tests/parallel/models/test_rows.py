@@ -10,13 +10,9 @@ import pytest
 
 from megagent.errors import MegagentError
 from megagent.parallel.degrees import Degrees
-from megagent.parallel.models import Architecture, architecture_of
+from megagent.parallel.models import Architecture
 from megagent.parallel.models.rows import padded
-from tests.parallel.models.configs import TINY
-
-
-def tiny(family: str = "qwen2", **changes: Any) -> Architecture:
-    return architecture_of({**TINY[family], **changes})
+from tests.parallel.models.configs import tiny
 
 
 def on_rank(architecture: Architecture, name: str, degrees: Degrees, rank: int, full: Mapping[str, Any]) -> list[Any]:
@@ -37,7 +33,7 @@ def test_qkv_interleaves_query_groups() -> None:
         "model.layers.1.self_attn.k_proj.bias": [20, 21],
         "model.layers.1.self_attn.v_proj.bias": [30, 31],
     }
-    model = tiny(hidden_size=4, head_dim=1)
+    model = tiny("qwen2", hidden_size=4, head_dim=1)
     assert on_rank(model, bias, Degrees(), 0, full) == [10, 11, 20, 30, 12, 13, 21, 31]
     assert on_rank(model, bias, Degrees(tp=2), 1, full) == [12, 13, 21, 31]
     # More ranks than key/value heads: Megatron cuts the same rows without regard to groups.
@@ -50,7 +46,7 @@ def test_gate_lies_over_up_on_every_rank() -> None:
         "model.layers.0.mlp.gate_proj.weight": [[1], [2], [3], [4]],
         "model.layers.0.mlp.up_proj.weight": [[5], [6], [7], [8]],
     }
-    model = tiny(hidden_size=1, intermediate_size=4, head_dim=1)
+    model = tiny("qwen2", hidden_size=1, intermediate_size=4, head_dim=1)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     assert on_rank(model, name, Degrees(tp=2), 0, full) == [[1], [2], [5], [6]]
     assert on_rank(model, name, Degrees(tp=2), 1, full) == [[3], [4], [7], [8]]
@@ -70,7 +66,7 @@ def test_an_expert_is_split_over_the_expert_tensor_ranks_only() -> None:
 
 
 def test_vocabulary_padding_fills_the_end_with_zeros() -> None:
-    model = tiny(vocab_size=11, hidden_size=1, head_dim=1)
+    model = tiny("qwen2", vocab_size=11, hidden_size=1, head_dim=1)
     full = {"model.embed_tokens.weight": [[number] for number in range(1, 12)]}
     name = "embedding.word_embeddings.weight"
     parts = [np.ravel(on_rank(model, name, Degrees(tp=2), rank, full)).tolist() for rank in (0, 1)]
@@ -79,7 +75,7 @@ def test_vocabulary_padding_fills_the_end_with_zeros() -> None:
 
 def test_a_rank_may_hold_nothing_but_padding() -> None:
     degrees = Degrees(tp=2)
-    tensor = tiny(vocab_size=5).local("embedding.word_embeddings.weight", degrees, degrees.place(1))
+    tensor = tiny("qwen2", vocab_size=5).local("embedding.word_embeddings.weight", degrees, degrees.place(1))
     assert tensor.boxes == ()
     assert tensor.padding[0].shape == (8, 8)
 
@@ -87,7 +83,7 @@ def test_a_rank_may_hold_nothing_but_padding() -> None:
 def test_a_split_that_does_not_come_out_even_is_an_error() -> None:
     degrees = Degrees(tp=8)
     with pytest.raises(MegagentError, match=r"linear_fc2\.weight: 12 does not split over 8 tensor-parallel ranks"):
-        tiny().local("decoder.layers.0.mlp.linear_fc2.weight", degrees)
+        tiny("qwen2").local("decoder.layers.0.mlp.linear_fc2.weight", degrees)
 
 
 def test_vocabulary_pads_to_eight_entries_a_rank() -> None:
