@@ -167,7 +167,7 @@ def training_problems(degrees: Degrees, has_experts: bool) -> list[str]:
     found = []
     if degrees.tp > 1 and not degrees.sequence_parallel:
         found.append(
-            f"parallel.tp={degrees.tp}: Megatron trains experts on several tensor ranks with sequence parallelism only; "
+            f"parallel.tp={degrees.tp}: experts on several tensor ranks are trained only with sequence parallelism; "
             "set parallel.sequence_parallel=true"
         )
     if degrees.ep == 1 and degrees.expert_tp != degrees.tp:

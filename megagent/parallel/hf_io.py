@@ -261,8 +261,8 @@ class _Weights:
             ]
         if problems:
             raise MegagentError(
-                f"{self.folder}: the weights are not those of the {architecture.family} model in config.json; take both "
-                "from one model:" + "".join(f"\n  {problem}" for problem in problems)
+                f"{self.folder}: the weights are not those of the {architecture.family} model in config.json; take "
+                "both from one model:" + "".join(f"\n  {problem}" for problem in problems)
             )
 
     def read(self, name: str, slices: tuple[int | slice, ...]) -> Tensor:

@@ -21,9 +21,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from megagent.config import Config
+from megagent.errors import ConfigError
 from megagent.parallel import platform
 from megagent.parallel.attention import TorchAttention
-from megagent.parallel.degrees import Chunk, Degrees, Place
+from megagent.parallel.degrees import Chunk, Degrees, Place, training_problems
 from megagent.parallel.models import Architecture
 from megagent.parallel.norm import TorchNorm
 from megagent.parallel.topology import Topology
@@ -78,6 +79,8 @@ def build(config: Config, topology: Topology, architecture: Architecture) -> Sta
     """
     degrees = topology.degrees
     architecture.require(degrees)
+    if problems := training_problems(degrees, architecture.experts is not None):
+        raise ConfigError(problems, source=f"{architecture.family} model")
     transformer = transformer_config(architecture, degrees, _DTYPES[config.model.dtype])
     chunks = build_chunks(transformer, architecture, degrees, topology.place)
     wrapped = [
