@@ -21,17 +21,13 @@ class ParallelConfig:
     dp: int = 1  # data-parallel replicas
     vpp: int = 1  # model chunks of each stage, run in turn; more than 1 asks for pp above 1
     ep: int = 1  # expert-parallel ranks: the experts are divided among them; taken out of tp x dp
-    etp: int | None = None  # tensor-parallel ranks of an expert; as tp if not given
+    etp: int = 0  # tensor-parallel ranks of an expert; 0: as tp
     sequence_parallel: bool = False  # split norms and residuals over the tp ranks by token
     distributed_optimizer: bool = True  # split the optimizer's state over the dp ranks
 
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.dp
-
-    @property
-    def expert_tp(self) -> int:
-        return self.tp if self.etp is None else self.etp
 
 
 @dataclass

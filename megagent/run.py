@@ -68,6 +68,11 @@ class Run:
         every = self.config.trainer.save_freq
         return self._is_last(iteration) or (every > 0 and iteration % every == 0)
 
+    def exports(self, iteration: int) -> bool:
+        """Whether weights are exported on the way; at the end they always are."""
+        every = self.config.trainer.export_freq
+        return every > 0 and iteration % every == 0 and not self._is_last(iteration)
+
     def _is_last(self, iteration: int) -> bool:
         return iteration == self.config.trainer.iterations
 
@@ -150,14 +155,16 @@ class Run:
         with self.recorder.phase("checkpoint"):
             self.actor.save(self.folder.checkpoints, iteration)
 
-    def export(self) -> None:
-        """The trained policy as a Hugging Face folder; an earlier one stays until this one is whole."""
+    def export(self, iteration: int | None = None) -> None:
+        """The policy as a Hugging Face folder, of an iteration or the end; an earlier one stays until it is whole."""
+        target = self.folder.export if iteration is None else self.folder.export_of(iteration)
         fresh = self.folder.root / ".export.new"
         with self.recorder.phase("export"):
             shutil.rmtree(fresh, ignore_errors=True)
             self.actor.export_hf(fresh)
-            shutil.rmtree(self.folder.export, ignore_errors=True)
-            fresh.rename(self.folder.export)
+            shutil.rmtree(target, ignore_errors=True)
+            target.parent.mkdir(exist_ok=True)
+            fresh.rename(target)
 
 
 @contextmanager

@@ -35,6 +35,8 @@ def train(run: Run) -> None:
         run.record(iteration, episodes, rows)
         if run.saves(iteration):
             run.save(iteration)
+        if run.exports(iteration):
+            run.export(iteration)
         if run.validates(iteration):
             run.validate(iteration)
     run.export()

@@ -154,7 +154,7 @@ def degrees_of(parallel: ParallelConfig) -> Degrees:
         pp=parallel.pp,
         vpp=parallel.vpp,
         ep=parallel.ep,
-        etp=parallel.etp,
+        etp=parallel.etp or None,
         dp=parallel.dp,
         sequence_parallel=parallel.sequence_parallel,
     )
