@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megagent.parallel.degrees import Chunk, Degrees
-from megagent.parallel.models.architecture import Architecture, Rope, split_name
+from megagent.parallel.models.architecture import Architecture, Rope
 from megagent.parallel.models.blocks import TIE
 from megagent.parallel.models.hf_config import BELONGING, ConfigReader
 from megagent.parallel.models.rows import Row, Tie
-from megagent.parallel.reshard.boxes import LocalTensor, Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,60 +68,6 @@ class Family:
         if rope.factor is not None:
             config["rope_scaling"] = {"rope_type": "llama3", "factor": rope.factor, **Rope.LLAMA3}
         return config | dict(self.write(architecture))
-
-    # --- to be removed when nothing asks a family for what its Architecture knows ------------------------------------
-
-    def sizes(self, hf_config: Mapping[str, Any]) -> Architecture:
-        return self.architecture(hf_config)
-
-    def tied(self, hf_config: Mapping[str, Any]) -> bool:
-        return self.architecture(hf_config).tied
-
-    def transformer_kwargs(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        return self.architecture(hf_config).transformer_kwargs()
-
-    def gpt_kwargs(self, hf_config: Mapping[str, Any], tp: int) -> dict[str, Any]:
-        return self.architecture(hf_config).gpt_kwargs(tp)
-
-    def padded_vocab(self, hf_config: Mapping[str, Any], tp: int) -> int:
-        return self.architecture(hf_config).padded_vocab(tp)
-
-    def problems(self, hf_config: Mapping[str, Any], tp: int, pp: int) -> list[str]:
-        return self.architecture(hf_config).problems(Degrees(tp=tp, pp=pp))
-
-    def first_stage_layers(self, hf_config: Mapping[str, Any], pp: int) -> int | None:
-        layers = self.architecture(hf_config).layers
-        return None if layers % pp == 0 else layers // pp + layers % pp
-
-    def hf_shapes(self, hf_config: Mapping[str, Any]) -> dict[str, Shape]:
-        return self.architecture(hf_config).hf_shapes()
-
-    def tied_hf_names(self, hf_config: Mapping[str, Any]) -> dict[str, str]:
-        return self.architecture(hf_config).tied_hf_names()
-
-    def megatron_names(self, hf_config: Mapping[str, Any]) -> list[str]:
-        return self.architecture(hf_config).megatron_names()
-
-    def stage_names(self, hf_config: Mapping[str, Any], layers: Iterable[int], first: bool, last: bool) -> list[str]:
-        found = []
-        for layer in layers:
-            found += self.architecture(hf_config).chunk_names(Chunk(0, 0, range(layer, layer + 1), False, False))
-        found += self.architecture(hf_config).chunk_names(Chunk(0, 0, range(0), first, last))
-        return found
-
-    def canonical(self, megatron_name: str) -> str | None:
-        template, layer, expert = split_name(megatron_name)
-        rows = {name: row for row in self.tensors for name in row.names}
-        row = rows.get(template)
-        return None if row is None else row.names[0].format(layer=layer, expert=expert)
-
-    def local(self, hf_config: Mapping[str, Any], megatron_name: str, rank: int, ranks: int) -> LocalTensor:
-        degrees = Degrees(tp=ranks)
-        self.architecture(hf_config).require(degrees)
-        return self.architecture(hf_config).local(megatron_name, degrees, degrees.place(rank))
-
-
-Sizes = Architecture
 
 
 def common(reader: ConfigReader, scaled_rope: bool) -> dict[str, Any]:

@@ -204,14 +204,13 @@ class _Index:
     def __init__(self, extents: list[_Extent]) -> None:
         axes = range(len(extents[0][0]))
         # Parts lie in rows or in columns: along the axis with most starts few of them meet an extent.
-        self.axis = max(axes, key=lambda axis: len({start[axis] for start, _ in extents}), default=None)
-        if self.axis is not None:
-            extents = sorted(extents, key=lambda extent: (extent[0][self.axis], extent))
-            self.starts = [start[self.axis] for start, _ in extents]
+        axis = max(axes, key=lambda axis: len({start[axis] for start, _ in extents}), default=None)
+        if axis is not None:
+            extents = sorted(extents, key=lambda extent: (extent[0][axis], extent))
+            self.starts = [start[axis] for start, _ in extents]
             # Highest end of this part and those before it: never falls, so it can be searched.
-            ends = [start[self.axis] + shape[self.axis] for start, shape in extents]
-            self.ends = list(accumulate(ends, max))
-        self.extents = extents
+            self.ends = list(accumulate((start[axis] + shape[axis] for start, shape in extents), max))
+        self.axis, self.extents = axis, extents
 
     def cut(self, extent: _Extent) -> Iterator[tuple[_Extent, _Extent]]:
         """(the part's share of the extent, the part) for parts that meet it; shares do not overlap."""

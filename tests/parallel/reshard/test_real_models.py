@@ -19,7 +19,8 @@ from tests.parallel import jobs
 from tests.parallel.models.configs import REAL
 from tests.parallel.pool import RankPool
 
-pytestmark = pytest.mark.slow
+# The builds take some twenty seconds, and all of them count as the first test's.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # As people train them, and some with uneven and interleaved stages.
 LAYOUTS = [
@@ -103,7 +104,7 @@ def shapes_on_ranks(start: jobs.Start, layouts: list[tuple[str, Degrees]]) -> li
 
 @pytest.fixture(scope="module")
 def made(ranks: RankPool) -> list[list[dict[str, Any]]]:
-    return ranks.run(shapes_on_ranks, 1, layouts=LAYOUTS)[0]
+    return ranks.run(shapes_on_ranks, 1, seconds=800, layouts=LAYOUTS)[0]
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=[f"{name}-{degrees.world}" for name, degrees in LAYOUTS])
