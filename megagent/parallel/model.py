@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -27,7 +26,9 @@ from megagent.parallel.attention import TorchAttention
 from megagent.parallel.degrees import Chunk, Degrees, Place, training_problems
 from megagent.parallel.models import Architecture
 from megagent.parallel.norm import TorchNorm
+from megagent.parallel.output import OutputLayer, Question
 from megagent.parallel.topology import Topology
+from megagent.parallel.value_head import ValueHead
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -46,6 +47,7 @@ class Stage:
     architecture: Architecture
     degrees: Degrees
     place: Place
+    values: bool = False  # whether the output layer is a value head
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -61,20 +63,18 @@ class Stage:
         for chunk in self.chunks:
             yield from chunk.parameters()
 
-    def select_positions(self, positions: Tensor) -> None:
-        """Compute logits for these positions only in the next forward pass.
-
-        positions: [n] int64, token x rows + row, of the hidden states [tokens, rows, hidden]. The stage's output is
-        then [1, n, vocabulary / tp] instead of [rows, tokens, vocabulary / tp]. No effect but on the last stage.
-        """
+    def ask(self, question: Question) -> None:
+        """What the next forward pass is to compute. No effect but on the last stage, whose output is then the answer,
+        [1, n, ...]; without a question it is [rows, tokens, ...] of all positions."""
         for chunk in self.chunks:
             if chunk.post_process:
-                chunk.output_layer.selected_positions = positions
+                chunk.output_layer.question = question
 
 
-def build(config: Config, topology: Topology, architecture: Architecture) -> Stage:
+def build(config: Config, topology: Topology, architecture: Architecture, values: bool = False) -> Stage:
     """This rank's stage, with uninitialised weights. Collective (the data-parallel wrapper).
 
+    values: a model that gives each token a value instead of logits.
     Raises ConfigError if the model cannot be split as config.parallel says.
     """
     degrees = topology.degrees
@@ -82,7 +82,7 @@ def build(config: Config, topology: Topology, architecture: Architecture) -> Sta
     if problems := training_problems(degrees, architecture.experts is not None):
         raise ConfigError(problems, source=f"{architecture.family} model")
     transformer = transformer_config(architecture, degrees, _DTYPES[config.model.dtype])
-    chunks = build_chunks(transformer, architecture, degrees, topology.place)
+    chunks = build_chunks(transformer, architecture, degrees, topology.place, values)
     wrapped = [
         DistributedDataParallel(
             config=transformer,
@@ -99,7 +99,7 @@ def build(config: Config, topology: Topology, architecture: Architecture) -> Sta
     no_sync = [chunk.no_sync for chunk in wrapped]
     transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     transformer.finalize_model_grads_func = _finalize_without_scaling
-    return Stage(chunks, wrapped, transformer, architecture, degrees, topology.place)
+    return Stage(chunks, wrapped, transformer, architecture, degrees, topology.place, values)
 
 
 def transformer_config(architecture: Architecture, degrees: Degrees, dtype: torch.dtype) -> TransformerConfig:
@@ -149,34 +149,32 @@ def transformer_config(architecture: Architecture, degrees: Degrees, dtype: torc
 
 
 def build_chunks(
-    transformer: TransformerConfig, architecture: Architecture, degrees: Degrees, place: Place
+    transformer: TransformerConfig, architecture: Architecture, degrees: Degrees, place: Place, values: bool = False
 ) -> list[GPTModel]:
     """The GPTModels of a rank, in the order of the pipeline. Needs Megatron's process groups; not collective but for a
     tied output layer on another stage than the embedding."""
     mine = [chunk for chunk in architecture.stages(degrees) if chunk.pp_rank == place.pp_rank]
-    return [_build_chunk(transformer, architecture, degrees, chunk) for chunk in mine]
+    return [_build_chunk(transformer, architecture, degrees, chunk, values) for chunk in mine]
 
 
 def _build_chunk(
-    transformer: TransformerConfig, architecture: Architecture, degrees: Degrees, chunk: Chunk
+    transformer: TransformerConfig, architecture: Architecture, degrees: Degrees, chunk: Chunk, values: bool
 ) -> GPTModel:
+    # Values are no words: their layer is tied to nothing.
+    untied = {"share_embeddings_and_output_weights": False} if values else {}
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=block_spec(transformer, len(chunk.layers)),
-        **architecture.gpt_kwargs(degrees.tp),
+        **(architecture.gpt_kwargs(degrees.tp) | untied),
         pre_process=chunk.has_embedding,
         post_process=chunk.has_output,
         vp_stage=chunk.vpp_rank if degrees.vpp > 1 else None,
     )
-    model.to(platform.current().device)
-    if chunk.has_output:
-        layer = model.output_layer
-        layer.selected_positions = None
-        layer.register_forward_pre_hook(_gather_and_select if transformer.sequence_parallel else _select)
-        if transformer.sequence_parallel:
-            # The hook gathers the positions, so that those without a wanted token can be left out.
-            layer.sequence_parallel, layer.allreduce_dgrad = False, True
-    return model
+    if chunk.has_output and values:
+        model.output_layer = ValueHead(transformer)
+    elif chunk.has_output:
+        OutputLayer.take_over(model.output_layer, architecture.vocab)
+    return model.to(platform.current().device)
 
 
 def block_spec(transformer: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
@@ -210,22 +208,6 @@ def layer_spec(transformer: TransformerConfig) -> ModuleSpec:
 
 def _uninitialised(weight: Tensor) -> Tensor:
     return weight
-
-
-def _gather_and_select(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # The layer adds its input's gradient up over the ranks, so each of them keeps its positions of it.
-    hidden = tensor_parallel.gather_from_sequence_parallel_region(inputs[0], tensor_parallel_output_grad=False)
-    inputs = (hidden, *inputs[1:])
-    return _select(layer, inputs) or inputs
-
-
-def _select(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    # Prompts are ten times as long as responses, and logits are the largest tensors there are.
-    positions, layer.selected_positions = layer.selected_positions, None
-    if positions is None:
-        return None
-    hidden = inputs[0]  # [tokens, rows, hidden]
-    return (hidden.flatten(0, 1).index_select(0, positions)[:, None], *inputs[1:])
 
 
 def _finalize_without_scaling(chunks: list[nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from megagent.algos.losses import LOSS_METRICS, mean_metrics, ppo_loss
 from megagent.batch import Jagged, StepBatch
-from megagent.config import Config
+from megagent.config import AlgoConfig, Config
 from megagent.errors import MegagentError
 from megagent.parallel import platform, schedule
-from megagent.parallel.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megagent.parallel.log_probs import Scoring
 from megagent.parallel.model import Stage
 from megagent.parallel.optimizer import Optimizer
 from megagent.parallel.schedule import MicroBatch
@@ -95,28 +95,14 @@ class Policy:
         cut = self._cut(sequences, rows, self.config.trainer.log_prob_micro_batch_rows)
         weights = self.reference.in_place() if model == "reference" else contextlib.nullcontext()
         with weights:
-            results = schedule.run(self.stage, sequences, cut, self._log_probs_of_logits, forward_only=True)
+            scoring = Scoring(self.config.rollout.temperature)
+            results = schedule.run(self.stage, sequences, cut, _log_probs_of, forward_only=True, scoring=scoring)
         if not self.topology.speaks:
             return None
         return {
             name: _restored([result[name] for result in results], cut, shard["responses"])
             for name in ("log_probs", "entropy")
         }
-
-    def _log_probs_of_logits(self, micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs, entropy = self._predict(micro_batch, logits)
-        return log_probs.sum(), {"log_probs": log_probs, "entropy": entropy}
-
-    def _predict(self, micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [n] of the wanted tokens from logits [n, vocabulary / tp]."""
-        return vocab_parallel_log_probs_and_entropy(
-            logits,
-            micro_batch.targets,
-            self.topology.tp_group,
-            vocab=self.stage.architecture.vocab,
-            temperature=self.config.rollout.temperature,
-            consume=True,
-        )
 
     # --- reinforcement learning --------------------------------------------------------------------------------------
 
@@ -145,11 +131,14 @@ class Policy:
 
         totals = torch.zeros(len(LOSS_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr
+        # Without a coefficient the entropy is a figure to look at and needs no gradient.
+        scoring = Scoring(self.config.rollout.temperature, entropy_gradient=algo.entropy_coef != 0)
         for rows, count in zip(mini_batches, counts, strict=True):
             if count == 0:  # padding rows only: nothing to learn, and Adam's momentum should not move either
                 continue
             cut = self._cut(sequences, rows, trainer.micro_batch_rows)
-            results = schedule.run(self.stage, sequences, cut, _PpoLoss(self, count), forward_only=False)
+            loss = _PpoLoss(algo, count)
+            results = schedule.run(self.stage, sequences, cut, loss, forward_only=False, scoring=scoring)
             sums = self._shared_sums(results, (*LOSS_METRICS, "loss"))
             lr = self.optimizer.lr
             norms.append(self._step(float(sums[-1])))
@@ -189,15 +178,12 @@ class Policy:
                 f"the loss weights of the batch sum to {total}; give at least one token a weight above 0"
             )
 
-        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            log_probs = vocab_parallel_log_probs(
-                logits, micro_batch.targets, self.topology.tp_group, vocab=self.stage.architecture.vocab, consume=True
-            )
-            value = -(log_probs * micro_batch.columns["loss_weights"]).sum() / total
+        def loss(micro_batch: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            value = -(scores[:, 0] * micro_batch.columns["loss_weights"]).sum() / total
             return value, {"loss": value.detach()}
 
         cut = self._cut(sequences, torch.arange(len(sequences)), self.config.trainer.micro_batch_rows)
-        results = schedule.run(self.stage, sequences, cut, loss, forward_only=False)
+        results = schedule.run(self.stage, sequences, cut, loss, forward_only=False, scoring=Scoring())
         mean = float(self._shared_sums(results, ("loss",))[0])
         metrics = {"sft/loss": mean, "sft/grad_norm": self._step(mean), "sft/lr": self.optimizer.lr}
         self.optimizer.advance()
@@ -235,26 +221,29 @@ class Policy:
         return norm
 
 
+def _log_probs_of(micro_batch: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    log_probs, entropy = scores.unbind(-1)
+    return log_probs.sum(), {"log_probs": log_probs, "entropy": entropy}
+
+
 class _PpoLoss:
     """ppo_loss of a micro-batch, against the number of loss tokens in its whole mini-batch."""
 
-    def __init__(self, policy: Policy, denominator: float) -> None:
-        self.policy = policy
+    def __init__(self, algo: AlgoConfig, denominator: float) -> None:
+        self.algo = algo
         self.denominator = denominator
 
-    def __call__(self, micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, micro_batch: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         columns: Mapping[str, Tensor] = micro_batch.columns
-        algo = self.policy.config.algo
-        log_probs, entropy = self.policy._predict(micro_batch, logits)
+        log_probs, entropy = scores.unbind(-1)
         loss, sums = ppo_loss(
             log_probs,
             columns["old_log_probs"],
             columns["advantages"],
             columns["response_mask"],
-            # Without a coefficient the entropy is a figure to look at and needs no gradient.
-            entropy if algo.entropy_coef else entropy.detach(),
+            entropy if self.algo.entropy_coef else entropy.detach(),
             columns.get("ref_log_probs"),
-            algo,
+            self.algo,
             self.denominator,
         )
         return loss, {**sums, "loss": loss.detach()}

@@ -20,7 +20,9 @@ from torch.nn import functional
 from megagent.batch import Jagged, StepBatch
 from megagent.errors import BatchError
 from megagent.parallel import platform
+from megagent.parallel.log_probs import Scoring
 from megagent.parallel.model import Stage
+from megagent.parallel.output import Question
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,19 @@ LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 def run(
-    stage: Stage, sequences: Sequences, cut: Sequence[Tensor], loss: LossFunction, forward_only: bool
+    stage: Stage,
+    sequences: Sequences,
+    cut: Sequence[Tensor],
+    loss: LossFunction,
+    forward_only: bool,
+    scoring: Scoring | None = None,
 ) -> list[dict[str, Tensor]]:
     """Megatron's schedule over micro-batches; gradients are left in the data-parallel buffers, reduced.
 
-    cut: row indices of each micro-batch. loss(micro_batch, logits [n, vocabulary / tp]) gives a scalar, whose sum over
-    all micro-batches and replicas is minimised, and whatever is to be returned; it runs on the last pipeline stage.
+    cut: row indices of each micro-batch. loss(micro_batch, answer) gives a scalar, whose sum over all micro-batches and
+    replicas is minimised, and whatever is to be returned; it runs on the last pipeline stage. Its answer is what the
+    output layer says of the n wanted tokens: log-prob and entropy [n, 2] as `scoring` has it, logits
+    [n, vocabulary / tp] without, values [n, 1] of a value model.
     Returns one dict a micro-batch, in the order of `cut`, on the last stage; an empty list on others.
     """
     if not cut:
@@ -169,7 +178,7 @@ def run(
 
     def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         micro_batch = next(data)
-        stage.select_positions(micro_batch.selected)
+        stage.ask(Question(micro_batch.selected, micro_batch.targets, scoring))
         output = model(micro_batch.tokens, micro_batch.positions, None)
         return output, partial(_loss_of_output, micro_batch, loss)
 
