@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagent.batch import Jagged, StepBatch
-from megagent.config import Config
 from tests.parallel import families, jobs
+from tests.parallel.jobs import Layout
 from tests.parallel.pool import RankPool
 
 pytestmark = pytest.mark.slow
-
-Layout = dict[str, Any]
 
 # Number of ranks -> layouts. Experts on several tensor ranks ask for sequence parallelism.
 LAYOUTS: dict[int, list[Layout]] = {
@@ -47,18 +46,10 @@ def families_at(layout: Layout) -> tuple[str, ...]:
 def token_rows() -> StepBatch:
     """Rows of different lengths, the longest long enough for scaled rotary frequencies to show."""
     generator = torch.Generator().manual_seed(5)
-    lengths = [60, 1, 7, 20, 33, 2]
+    lengths = [60, 1, 7, 20, 33, 2, 12, 5]
     responses = Jagged.from_list([torch.randint(0, families.VOCAB, (n,), generator=generator) for n in lengths])
     prompts = Jagged.from_list([torch.randint(0, families.VOCAB, (1,), generator=generator) for _ in lengths])
     return StepBatch({"prompts": prompts, "responses": responses})
-
-
-def laid_out(folder: Path, layout: Layout, dtype: str = "fp32") -> Config:
-    config = jobs.make_config(folder)
-    config.model.dtype = dtype
-    for name, value in layout.items():
-        setattr(config.parallel, name, value)
-    return config
 
 
 def logits_job(
@@ -71,7 +62,8 @@ def logits_job(
 
     found = []
     for layout, its_folders in zip(layouts, folders, strict=True):
-        config = laid_out(its_folders[0], layout, dtype)
+        config = jobs.laid_out(its_folders[0], layout)
+        config.model.dtype = dtype
         topology = start(config).topology
         for folder in its_folders:
             stage = model.build(config, topology, models.architecture_of(hf_config_of(str(folder))))
@@ -81,21 +73,40 @@ def logits_job(
 
 
 def _logits(topology: Any, stage: Any, rows: StepBatch) -> tuple[int, Tensor] | None:
+    """Through Megatron's own schedule, with all logits of right-padded rows."""
     import torch.distributed as dist
+    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megagent.parallel import schedule
+    tokens = [torch.cat(pair) for pair in zip(rows["prompts"].rows(), rows["responses"].rows(), strict=True)]
+    pairs = list(zip(tokens[::2], tokens[1::2], strict=True))
+    pairs += pairs[-1:] * (-len(pairs) % stage.micro_batch_multiple)
 
-    def gathered(micro_batch: Any, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        shards = [torch.empty_like(logits) for _ in range(stage.degrees.tp)]
-        dist.all_gather(shards, logits.detach().contiguous(), group=topology.tp_group)
-        return logits.sum(), {"logits": torch.cat(shards, dim=-1)[:, : stage.architecture.vocab]}
+    def forward_step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        padded = nn.utils.rnn.pad_sequence(list(next(data)), batch_first=True)
+        padded = nn.functional.pad(padded, (0, -padded.shape[1] % stage.length_multiple))
+        return model(padded, torch.arange(padded.shape[1]).expand_as(padded), None), gathered
 
-    cut = list(torch.split(torch.arange(len(rows)), 2))
-    cut += [torch.tensor([], dtype=torch.int64)] * (-len(cut) % stage.micro_batch_multiple)
-    results = schedule.run(stage, schedule.response_sequences(rows), cut, gathered, forward_only=True)
+    def gathered(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        shards = [torch.empty_like(output) for _ in range(stage.degrees.tp)]
+        dist.all_gather(shards, output.contiguous(), group=topology.tp_group)
+        logits = torch.cat(shards, dim=-1)[..., : stage.architecture.vocab]
+        return output.sum(), torch.zeros((), dtype=torch.int), {"logits": logits}
+
+    data = [iter(pairs) for _ in stage.wrapped]
+    with torch.no_grad():
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=stage.wrapped if len(data) > 1 else stage.wrapped[0],
+            num_microbatches=len(pairs),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=True,
+        )
     if not topology.speaks:
         return None
-    return topology.dp_rank, torch.cat([result["logits"] for result in results])[: rows["responses"].tokens]
+    by_row = [row for result in results for row in result["logits"]]
+    return topology.dp_rank, torch.cat([logits[: len(row) - 1] for logits, row in zip(by_row, tokens, strict=False)])
 
 
 def spoken(results: list[tuple[int, Tensor] | None]) -> Tensor:
@@ -124,7 +135,7 @@ def _logits_of_all(
     cases = [(number, name) for number, layout in enumerate(layouts) for name in families_at(layout)]
     results = ranks.run(
         logits_job,
-        layouts[0].get("tp", 1) * layouts[0].get("pp", 1) * layouts[0].get("dp", 1),
+        jobs.ranks_of(layouts[0]),
         layouts=layouts,
         folders=[[models_of[name] for name in families_at(layout)] for layout in layouts],
         dtype=dtype,
