@@ -24,8 +24,9 @@ from megagent.parallel.reshard.boxes import Region, Shape
 from megagent.parallel.reshard.plan import BYTES, Copy, Plan
 
 RUN = 64 << 20  # bytes that the kernel copies at a time
-BLOCK = 16 << 20  # bytes of a block: a process holds it, a piece of it and that piece cast
-TASK = 128 << 20
+BLOCK = 4 << 20  # elements of a block: a process holds it, a piece of it and that piece cast
+BUFFER = 16 << 20  # bytes that are read and written at a time where the kernel cannot copy
+TASK = 128 << 20  # bytes that a process is given at a time
 STALLED = 1800.0  # seconds without a finished task after which a conversion gives up
 _OPEN_FILES = 64
 # The kernel cannot copy between these two files (different filesystems, some network ones): read and write instead.
@@ -197,7 +198,8 @@ def _blocks(copies: Sequence[Copy], source: Extents, target: Extent) -> Iterator
     shape = target.shape
     axis = next((number for number, size in enumerate(shape) if size > 1), 0)
     row = math.prod(shape[axis + 1 :]) * BYTES[target.dtype]
-    step = max(1, BLOCK // max(row, 1))
+    # By elements: a tensor is cut alike in every dtype.
+    step = max(1, BLOCK // max(math.prod(shape[axis + 1 :]), 1))
     for low in range(0, shape[axis], step):
         high = min(low + step, shape[axis])
         pieces = tuple(piece for copy in copies if (piece := _piece(copy, source, axis, low, high)))
@@ -306,7 +308,7 @@ def _copy(run: Run) -> None:
         except OSError as error:
             if error.errno not in _NOT_IN_KERNEL:
                 raise
-            data = _read(run.source, here, min(left, BLOCK))
+            data = _read(run.source, here, min(left, BUFFER))
             _write(target, memoryview(data), there)
             count = len(data)
         if count == 0:
