@@ -76,16 +76,37 @@ def _weighted_rows() -> StepBatch:
 # --- what must not matter ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("micro_batch_rows", "pp"), [(1, 1), (5, 1), (12, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("micro_batch_rows", "layout"),
+    # The interleaved schedule wants an even number of micro-batches here: 12 rows become two of 6.
+    [(1, {}), (5, {}), (12, {}), (5, {"pp": 2}), (5, {"pp": 2, "vpp": 2}), (12, {"pp": 2, "vpp": 2})],
+    ids=str,
+)
 def test_the_cut_into_micro_batches_changes_nothing(
-    ranks: RankPool, tiny_model: Path, updated: list[dict[str, Any]], micro_batch_rows: int, pp: int
+    ranks: RankPool, tiny_model: Path, updated: list[dict[str, Any]], micro_batch_rows: int, layout: jobs.Layout
 ) -> None:
     config = jobs.with_large_terms(
-        jobs.make_config(tiny_model, pp=pp, micro_batch_rows=micro_batch_rows, log_prob_micro_batch_rows=7)
+        jobs.laid_out(tiny_model, layout, micro_batch_rows=micro_batch_rows, log_prob_micro_batch_rows=7)
     )
-    other = ranks.run(jobs.update, pp, config=config, rows=jobs.make_rows())
+    other = ranks.run(jobs.update, jobs.ranks_of(layout), config=config, rows=jobs.make_rows())
     assert other[0]["metrics"] == pytest.approx(updated[0]["metrics"], rel=1e-4, abs=1e-6)
     torch.testing.assert_close(jobs.spoken(other, "after")[0], jobs.spoken(updated, "after")[0], atol=1e-3, rtol=1e-3)
+
+
+def one_row_job(start: jobs.Start, config: Config, rows: StepBatch) -> Any:
+    rank = start(config)
+    found = jobs.log_probs_of(rank, rows)
+    rank.update(rows)
+    return found
+
+
+def test_one_row_is_enough_for_the_interleaved_schedule(ranks: RankPool, tiny_model: Path) -> None:
+    row = jobs.make_rows().take([3])
+    config = jobs.laid_out(tiny_model, {"pp": 2, "vpp": 2})
+    _, found = ranks.run(one_row_job, 2, config=config, rows=row)
+    with torch.no_grad():
+        expected = plain.log_probs_of(plain.load(tiny_model), row, temperature=1.0)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
 
 
 def test_padding_rows_weigh_nothing(ranks: RankPool, tiny_model: Path, updated: list[dict[str, Any]]) -> None:
