@@ -40,9 +40,9 @@ def test_inspect_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     for line in (
         "kind         Hugging Face",
         "family       qwen2",
-        "parameters   2,400",
+        "parameters   2,456",
         "tied         the output layer is the embedding",
-        "dtype        BF16 (2,400 parameters)",
+        "dtype        BF16 (2,456 parameters)",
         "layout       50 tensors in 1 files",
     ):
         assert line in printed

@@ -1,4 +1,4 @@
-"""Conversions beside real processes: Megatron loads them, a training run's checkpoint becomes a model, kills are survived."""
+"""Conversions beside real processes: Megatron loads them, what a run trained becomes a model, kills are survived."""
 
 from __future__ import annotations
 
