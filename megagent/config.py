@@ -117,6 +117,14 @@ class SftConfig:
 
 
 @dataclass
+class CriticConfig:
+    # The value model of algo.estimator=gae. It begins with the weights of model.path, in batches as the actor's.
+    lr: float = 1e-5  # with the warm-up and decay of trainer
+    warmup_iterations: int = 0  # first iterations, in which only the critic learns
+    clip: float = 0.5  # how far a value counts as moved in one update
+
+
+@dataclass
 class ClusterConfig:
     platform: str = "auto"  # auto | cpu | cuda
     nodes: int = 1
@@ -143,8 +151,14 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the estimator asks for the values of a critic."""
+        return self.algo.estimator == "gae"
 
 
 def as_yaml(config: Config) -> str:

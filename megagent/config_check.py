@@ -155,6 +155,9 @@ RANGES: Mapping[str, Range] = {
     "trainer.save_freq": NOT_NEGATIVE,
     "trainer.export_freq": NOT_NEGATIVE,
     "trainer.seed": Range(0, 2**31 - 1),  # what every library takes
+    "critic.lr": ABOVE_ZERO,
+    "critic.warmup_iterations": NOT_NEGATIVE,
+    "critic.clip": ABOVE_ZERO,
     "sft.episodes": AT_LEAST_ONE,
     "sft.steps": AT_LEAST_ONE,
     "sft.batch_rows": AT_LEAST_ONE,

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from megagent.algos.adjust import schedule_multiple
 from megagent.algos.metrics import credit_metrics
+from megagent.algos.values import explained_variance
 from megagent.batch import StepBatch
 from megagent.cluster.bridge import FileBridge
 from megagent.cluster.engines import EngineGroup
@@ -42,7 +43,7 @@ class Run:
     folder: RunFolder
     recorder: Recorder
     world: World
-    actor: RankGroup  # holds the reference's weights too
+    actor: RankGroup  # holds the reference's weights too, and the critic's
     rollout: EngineGroup
     collector: Collector
     bridge: FileBridge
@@ -120,6 +121,23 @@ class Run:
             return rows
         answer = self.actor.log_probs(rows.select("prompts", "responses"), "reference")
         return rows.with_columns(ref_log_probs=answer["log_probs"])
+
+    def values(self, rows: StepBatch) -> StepBatch:
+        """Adds values, what the critic expects before each token is written, if the estimator asks for them."""
+        if not self.config.has_critic:
+            return rows
+        return rows.with_columns(values=self.actor.values(rows.select("prompts", "responses")))
+
+    def update_critic(self, rows: StepBatch) -> None:
+        if not self.config.has_critic:
+            return
+        columns = ("prompts", "responses", "response_mask", "values", "value_targets")
+        self.metrics |= self.actor.update_critic(rows.select(*columns))
+        self.metrics["critic/vf_explained_var"] = explained_variance(rows)
+
+    def actor_learns(self, iteration: int) -> bool:
+        """The first critic.warmup_iterations are the critic's alone."""
+        return not self.config.has_critic or iteration > self.config.critic.warmup_iterations
 
     def update(self, rows: StepBatch) -> None:
         columns = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs", "advantages")

@@ -33,6 +33,7 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 # What belongs to a model besides its weights and config.json: tokenizer, generation settings, templates, licence.
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 _SHARD_BYTES = 4 << 30
+_OUTPUT = "output_layer."
 
 
 def load_hf(stage: Stage, folder: str | Path) -> None:
@@ -125,17 +126,18 @@ def export_hf(
 
 
 def stage_parameters(stage: Stage) -> dict[str, nn.Parameter]:
-    """See named_parameters."""
-    return named_parameters(stage.chunks, stage.architecture, stage.degrees, stage.place)
+    """See named_parameters. Without the head of a value model, which no Hugging Face folder has."""
+    return named_parameters(stage.chunks, stage.architecture, stage.degrees, stage.place, output=not stage.values)
 
 
 def named_parameters(
-    chunks: Sequence[nn.Module], architecture: Architecture, degrees: Degrees, place: Place
+    chunks: Sequence[nn.Module], architecture: Architecture, degrees: Degrees, place: Place, output: bool = True
 ) -> dict[str, nn.Parameter]:
     """A rank's parameters by canonical name, with the global numbers of layers and experts.
 
-    chunks: its GPTModels, in the order of the pipeline. Raises MegagentError that lists every parameter that the
-    architecture does not know, lacks or shapes differently.
+    chunks: its GPTModels, in the order of the pipeline; output: whether the output layer is the architecture's, else it
+    is left out. Raises MegagentError that lists every parameter that the architecture does not know, lacks or shapes
+    differently.
     """
     found: dict[str, nn.Parameter] = {}
     expected: list[str] = []
@@ -147,12 +149,16 @@ def named_parameters(
         # The one place where Megatron's local numbers become global ones; its global number of a layer starts at 1.
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for local_name, parameter in model.named_parameters():
+            if not output and local_name.startswith(_OUTPUT):
+                continue
             name = architecture.canonical(local_name, layers, experts.start)
             if name is None:
                 problems.append(f"unexpected {local_name} {list(parameter.shape)} among layers {layers}")
             else:
                 found[name] = parameter
     for name in expected:
+        if not output and name.startswith(_OUTPUT):
+            continue
         if name not in found:
             problems.append(f"missing {name}")
             continue

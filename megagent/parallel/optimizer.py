@@ -12,7 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megagent.config import Config
 from megagent.parallel.model import Stage
 
-Task = Literal["rl", "sft"]
+Task = Literal["rl", "sft", "critic"]
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Optimizer:
         return float(grad_norm)
 
     def advance(self) -> None:
-        """To be called after every unit of the schedule: an iteration in rl, an optimizer step in sft."""
+        """To be called after every unit of the schedule: an iteration in rl and critic, an optimizer step in sft."""
         self.schedule.step(1)
 
 
 def build(config: Config, stage: Stage, task: Task) -> Optimizer:
     """AdamW over this rank's parameters; biases and norms are not decayed (Megatron's rule).
 
-    task: rl takes the rate and decay of config.trainer, counted in iterations; sft those of config.sft, to 0 by a
-    cosine, counted in optimizer steps.
+    task: rl takes the rate and decay of config.trainer, counted in iterations, critic the same with a rate of its own;
+    sft takes those of config.sft, to 0 by a cosine, counted in optimizer steps.
     """
     trainer = config.trainer
-    lr = trainer.lr if task == "rl" else config.sft.lr
+    lr = {"rl": trainer.lr, "critic": config.critic.lr, "sft": config.sft.lr}[task]
     megatron = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -69,9 +69,9 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
     )
     _allocate_moments(megatron)
     warmup, length = (
-        (trainer.lr_warmup_iterations, trainer.iterations)
-        if task == "rl"
-        else (config.sft.warmup_steps, config.sft.steps)
+        (config.sft.warmup_steps, config.sft.steps)
+        if task == "sft"
+        else (trainer.lr_warmup_iterations, trainer.iterations)
     )
     length = max(length, warmup + 1)
     schedule = OptimizerParamScheduler(
@@ -82,7 +82,7 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
         min_lr=0.0,
         lr_warmup_steps=warmup,
         lr_decay_steps=length,
-        lr_decay_style=trainer.lr_decay if task == "rl" else "cosine",
+        lr_decay_style="cosine" if task == "sft" else trainer.lr_decay,
         start_wd=trainer.weight_decay,
         end_wd=trainer.weight_decay,
         wd_incr_steps=length,

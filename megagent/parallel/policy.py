@@ -1,13 +1,8 @@
-"""The policy on one rank: log-probs by teacher forcing, the PPO update and the supervised one.
-
-Losses are sums over tokens divided by a count that all replicas share, so neither the cut into micro-batches nor the
-number of replicas changes a gradient (beyond the order of float sums).
-"""
+"""The policy on one rank: log-probs by teacher forcing, the PPO update and the supervised one."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
@@ -19,15 +14,12 @@ from megagent.batch import Jagged, StepBatch
 from megagent.config import AlgoConfig, Config
 from megagent.errors import MegagentError
 from megagent.parallel import platform, schedule
+from megagent.parallel.learner import Learner, restored
 from megagent.parallel.log_probs import Scoring
 from megagent.parallel.model import Stage
 from megagent.parallel.optimizer import Optimizer
 from megagent.parallel.schedule import MicroBatch
 from megagent.parallel.topology import Topology
-
-
-class TrainingDivergedError(MegagentError):
-    """A loss or a gradient that is not a number."""
 
 
 class Reference:
@@ -70,17 +62,14 @@ class Reference:
                 parameter.data = data
 
 
-class Policy:
+class Policy(Learner):
     """Actor and reference on this rank. Every method is collective over all ranks."""
 
+    name = "actor"
+
     def __init__(self, config: Config, topology: Topology, stage: Stage, optimizer: Optimizer) -> None:
-        self.config = config
-        self.topology = topology
-        self.stage = stage
-        self.optimizer = optimizer
+        super().__init__(config, topology, stage, optimizer)
         self.reference = Reference(stage.parameters())
-        self.steps = 0  # optimizer steps of this process; errors name them
-        self.updates = 0  # calls of update(); part of a checkpoint, for the order of rows follows from it
 
     # --- log-probs ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +89,7 @@ class Policy:
         if not self.topology.speaks:
             return None
         return {
-            name: _restored([result[name] for result in results], cut, shard["responses"])
+            name: restored([result[name] for result in results], cut, shard["responses"])
             for name in ("log_probs", "entropy")
         }
 
@@ -119,15 +108,8 @@ class Policy:
         columns = ["response_mask", "old_log_probs", "advantages"] + (["ref_log_probs"] if algo.kl_coef else [])
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
         self.reference.keep()
-        mini_batch_rows = trainer.mini_batch_rows // self.topology.dp
-        mini_batches = [
-            rows
-            for epoch in range(trainer.epochs)
-            for rows in torch.split(self._shuffled(len(sequences), epoch), mini_batch_rows)
-        ]
-        loss_tokens = (shard["response_mask"].values != 0).to(torch.int64)
-        per_row = shard["response_mask"].like(loss_tokens).sums()
-        counts = self.topology.sum_over_replicas([float(per_row[rows].sum()) for rows in mini_batches]).tolist()
+        mini_batches = self._mini_batches(len(sequences))
+        counts = self._loss_tokens(shard, mini_batches)
 
         totals = torch.zeros(len(LOSS_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr
@@ -153,13 +135,6 @@ class Policy:
             "actor/grad_norm": sum(norms) / max(len(norms), 1),
             "actor/lr": lr,
         }
-
-    def _shuffled(self, rows: int, epoch: int) -> Tensor:
-        """A random order of the replica's rows: the same on its tensor and pipeline ranks, and after a resume."""
-        generator = torch.Generator()
-        seed = self.config.trainer.seed * 1_000_003 + self.updates * 1009 + epoch
-        generator.manual_seed(seed * 4096 + self.topology.dp_rank)
-        return torch.randperm(rows, generator=generator)
 
     # --- supervised --------------------------------------------------------------------------------------------------
 
@@ -189,37 +164,6 @@ class Policy:
         self.optimizer.advance()
         return metrics
 
-    # --- both --------------------------------------------------------------------------------------------------------
-
-    def _cut(self, sequences: schedule.Sequences, rows: Tensor, micro_batch_rows: int) -> list[Tensor]:
-        return schedule.by_length(sequences, rows, micro_batch_rows, self.stage.micro_batch_multiple)
-
-    def _shared_sums(self, results: list[dict[str, Tensor]], names: Iterable[str]) -> Tensor:
-        """[names] float64: sums of scalars over micro-batches and replicas, on every rank; a missing one is 0."""
-        names = list(names)
-        local = torch.zeros(len(names), dtype=torch.float64)
-        if self.topology.is_last_stage:
-            zero = torch.zeros((), device=platform.current().device)
-            table = torch.stack([torch.stack([result.get(name, zero) for name in names]) for result in results])
-            local = self.topology.sum_over_replicas(table.double().sum(dim=0))
-        return self.topology.from_last_stage(local)
-
-    def _step(self, loss: float) -> float:
-        """The optimizer's step. All ranks know the same loss and norm, so all of them raise or none."""
-        if not math.isfinite(loss):
-            raise TrainingDivergedError(
-                f"the loss of optimizer step {self.steps} is {loss}; lower the learning rate or look for bad rows "
-                "(advantages, old log-probs). The weights are those before this step."
-            )
-        norm = self.optimizer.step()
-        if not math.isfinite(norm):
-            raise TrainingDivergedError(
-                f"the gradient norm of optimizer step {self.steps} is {norm}; lower the learning rate and go back "
-                "to the last checkpoint: the weights in memory are spoilt."
-            )
-        self.steps += 1
-        return norm
-
 
 def _log_probs_of(micro_batch: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     log_probs, entropy = scores.unbind(-1)
@@ -247,12 +191,3 @@ class _PpoLoss:
             self.denominator,
         )
         return loss, {**sums, "loss": loss.detach()}
-
-
-def _restored(parts: list[Tensor], cut: list[Tensor], responses: Jagged) -> Jagged:
-    """Values of micro-batches, put back into the order of the rows. parts: [n] of each micro-batch in `cut`."""
-    order = torch.cat(cut)
-    # A micro-batch without any response token has predicted one all the same; see Sequences.micro_batch.
-    wanted = [int(responses.lengths[rows].sum()) for rows in cut]
-    values = torch.cat([part[:count] for part, count in zip(parts, wanted, strict=True)]).float().cpu()
-    return Jagged(values, responses.lengths[order]).take(torch.argsort(order))
