@@ -47,7 +47,8 @@ def compare(one: Stored, other: Stored, quiet: bool = False) -> Comparison:
     dtypes, dtypes_there = one.dtypes, other.dtypes
     shapes = one.architecture.hf_shapes()
     theirs, ours = _tensors(other, dtypes_there), _tensors(one, dtypes)
-    with Progress("verify", one.parameters * 2, quiet=quiet) as progress:
+    sizes = _sizes(one)
+    with Progress("verify", sum(sizes.values()), quiet=quiet) as progress:
         for name in shapes:
             worst, count = _difference(ours[name], theirs[name])
             if count:
@@ -55,7 +56,7 @@ def compare(one: Stored, other: Stored, quiet: bool = False) -> Comparison:
                 found.append(f"{name} differs in {share}, by up to {worst:.3g}")
             elif dtypes[name] != dtypes_there[name]:
                 rounded.append(name)
-            progress.add(math.prod(shapes[name]) * 2)
+            progress.add(sizes[name])
     return Comparison(len(shapes), tuple(found), tuple(rounded))
 
 
@@ -63,13 +64,13 @@ def digests(stored: Stored, quiet: bool = False) -> dict[str, str]:
     """SHA-256 of every tensor's bytes, by Hugging Face name; the same whatever kind of checkpoint holds them."""
     found = {}
     dtypes = stored.dtypes
-    with Progress("digests", stored.parameters * 2, quiet=quiet) as progress:
+    with Progress("digests", sum(_sizes(stored).values()), quiet=quiet) as progress:
         for name, parts in _tensors(stored, dtypes).items():
             digest = hashlib.sha256()
             for block in parts:
                 data = assemble(block)
                 digest.update(data)
-                progress.add(len(data) * 2 // BYTES[dtypes[name]])
+                progress.add(len(data))
             found[name] = digest.hexdigest()
     return found
 
@@ -107,6 +108,12 @@ def describe(stored: Stored) -> Iterator[tuple[str, str]]:
     yield "layout", f"{tensors} {pieces} in {len(files)} files"
     for note in stored.notes:
         yield "also", note
+
+
+def _sizes(stored: Stored) -> dict[str, int]:
+    """Bytes of every Hugging Face tensor, by name."""
+    shapes = stored.architecture.hf_shapes()
+    return {name: math.prod(shapes[name]) * BYTES[dtype] for name, dtype in stored.dtypes.items()}
 
 
 def _tensors(stored: Stored, dtypes: Mapping[str, str]) -> dict[str, list[Block]]:

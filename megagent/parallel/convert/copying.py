@@ -1,7 +1,7 @@
 """A plan between files as tasks, and the processes that do them. No torch but where dtypes are cast.
 
-Whatever is contiguous on both sides and keeps its dtype is copied by the kernel. The rest is put together in blocks of
-some MiB, so that no process ever holds a tensor.
+Whatever is contiguous on both sides and keeps its dtype is copied as bytes. The rest is put together in blocks of some
+MiB, so that no process ever holds a tensor.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from megagent.parallel.convert.stored import Extent, Extents
 from megagent.parallel.reshard.boxes import Region, Shape
 from megagent.parallel.reshard.plan import BYTES, Copy, Plan
 
-RUN = 64 << 20  # bytes that the kernel copies at a time
+RUN = 64 << 20  # bytes of a run
 BLOCK = 4 << 20  # elements of a block: a process holds it, a piece of it and that piece cast
-BUFFER = 16 << 20  # bytes that are read and written at a time where the kernel cannot copy
+BUFFER = 1 << 20  # bytes that are read and written at a time
 TASK = 128 << 20  # bytes that a process is given at a time
 STALLED = 1800.0  # seconds without a finished task after which a conversion gives up
 _OPEN_FILES = 64
-# The kernel cannot copy between these two files (different filesystems, some network ones): read and write instead.
-_NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -265,6 +263,9 @@ class _Files:
 
 
 _files = _Files()
+# Through a buffer that stays in a core's cache: where offsets differ by no multiple of a page, as here, that is half as
+# fast again as copy_file_range and sendfile; where they do not, it is no slower.
+_buffer = memoryview(bytearray(BUFFER))
 
 
 def _collect(
@@ -302,17 +303,10 @@ def _copy(run: Run) -> None:
     source, target = _files.get(run.source, os.O_RDONLY), _files.get(run.target, os.O_RDWR)
     moved = 0
     while moved < run.size:
-        here, there, left = run.source_offset + moved, run.target_offset + moved, run.size - moved
-        try:
-            count = os.copy_file_range(source, target, left, here, there)
-        except OSError as error:
-            if error.errno not in _NOT_IN_KERNEL:
-                raise
-            data = _read(run.source, here, min(left, BUFFER))
-            _write(target, memoryview(data), there)
-            count = len(data)
+        count = os.preadv(source, [_buffer[: run.size - moved]], run.source_offset + moved)
         if count == 0:
             raise _cut(run.source)
+        _write(target, _buffer[:count], run.target_offset + moved)
         moved += count
 
 
