@@ -145,8 +145,8 @@ class _Rebuilt:
     def __reduce__(self) -> tuple[Any, ...]:
         strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
         storage = _Reference(self.dtype, math.prod(self.shape))
-        arguments = (storage, 0, tuple(self.shape), strides, False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        return torch._utils._rebuild_tensor_v2, (storage, 0, tuple(self.shape), strides, False, hooks)
 
 
 class _Reference:

@@ -169,14 +169,14 @@ print(memory("VmHWM") - idle)
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A model of 0.8 GB without any bytes on the disk, cast to half of that: holding it would be seen."""
+    """A model of 0.6 GB without any bytes on the disk, cast to half of that: holding it would be seen."""
     import json
     import math
 
     from megagent.parallel.convert import hf_folder
     from tests.parallel.models.configs import TINY, tiny
 
-    sizes = {"num_hidden_layers": 96, "hidden_size": 512, "intermediate_size": 1024}
+    sizes = {"num_hidden_layers": 68, "hidden_size": 512, "intermediate_size": 1024}
     shapes = tiny("llama", **sizes).hf_shapes()
     (tmp_path / "model").mkdir()
     _, _, size = hf_folder.lay_out(tmp_path / "model", shapes, dict.fromkeys(shapes, "F32"), 1 << 40)
