@@ -19,6 +19,11 @@ class ParallelConfig:
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline stages
     dp: int = 1  # data-parallel replicas
+    vpp: int = 1  # model chunks of each stage, run in turn; more than 1 asks for pp above 1
+    ep: int = 1  # expert-parallel ranks: the experts are divided among them; taken out of tp x dp
+    etp: int = 0  # tensor-parallel ranks of an expert; 0: as tp
+    sequence_parallel: bool = False  # split norms and residuals over the tp ranks by token
+    distributed_optimizer: bool = True  # split the optimizer's state over the dp ranks
 
     @property
     def world(self) -> int:
@@ -120,6 +125,7 @@ class TrainerConfig:
     val_temperature: float = 0.4
     val_greedy: bool = False  # also validate at temperature 0
     save_freq: int = 0  # iterations between checkpoints; 0 saves at the end only
+    export_freq: int = 0  # iterations between exports as a Hugging Face folder; 0 exports at the end only
     seed: int = 0
     run_dir: str = "runs/${experiment_name}"
     resume: bool = False  # continue from the newest checkpoint in run_dir
@@ -135,6 +141,14 @@ class SftConfig:
     prompt_weight: float = 0.1  # loss weight of a prompt token; a response token weighs 1
     short_prompt_fraction: float = 0.65  # first share of the steps, on prompts without history
     output: str = "runs/sft"  # where the warm-started Hugging Face model goes
+
+
+@dataclass
+class CriticConfig:
+    # The value model of algo.estimator=gae. It begins with the weights of model.path, in batches as the actor's.
+    lr: float = 1e-5  # with the warm-up and decay of trainer
+    warmup_iterations: int = 0  # first iterations, in which only the critic learns
+    clip: float = 0.5  # how far a value counts as moved in one update
 
 
 @dataclass
@@ -164,8 +178,14 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the estimator asks for the values of a critic."""
+        return self.algo.estimator == "gae"
 
 
 def as_yaml(config: Config) -> str:

@@ -13,6 +13,7 @@ from megagent.algos.adjust import schedule_multiple
 from megagent.algos.credit import charge
 from megagent.algos.kl import KL_COEF_METRIC, KL_METRIC, adapted_kl_coef, mean_kl, resumed_kl_coef
 from megagent.algos.metrics import credit_metrics
+from megagent.algos.values import explained_variance
 from megagent.batch import StepBatch
 from megagent.cluster.bridge import FileBridge
 from megagent.cluster.engines import EngineGroup
@@ -44,7 +45,7 @@ class Run:
     folder: RunFolder
     recorder: Recorder
     world: World
-    actor: RankGroup  # holds the reference's weights too
+    actor: RankGroup  # holds the reference's weights too, and the critic's
     rollout: EngineGroup
     collector: Collector
     bridge: FileBridge
@@ -70,6 +71,11 @@ class Run:
     def saves(self, iteration: int) -> bool:
         every = self.config.trainer.save_freq
         return self._is_last(iteration) or (every > 0 and iteration % every == 0)
+
+    def exports(self, iteration: int) -> bool:
+        """Whether weights are exported on the way; at the end they always are."""
+        every = self.config.trainer.export_freq
+        return every > 0 and iteration % every == 0 and not self._is_last(iteration)
 
     def _is_last(self, iteration: int) -> bool:
         return iteration == self.config.trainer.iterations
@@ -119,6 +125,23 @@ class Run:
         answer = self.actor.log_probs(rows.select("prompts", "responses"), "reference")
         return rows.with_columns(ref_log_probs=answer["log_probs"])
 
+    def values(self, rows: StepBatch) -> StepBatch:
+        """Adds values, what the critic expects before each token is written, if the estimator asks for them."""
+        if not self.config.has_critic:
+            return rows
+        return rows.with_columns(values=self.actor.values(rows.select("prompts", "responses")))
+
+    def update_critic(self, rows: StepBatch) -> None:
+        if not self.config.has_critic:
+            return
+        columns = ("prompts", "responses", "response_mask", "values", "value_targets")
+        self.metrics |= self.actor.update_critic(rows.select(*columns))
+        self.metrics["critic/vf_explained_var"] = explained_variance(rows)
+
+    def actor_learns(self, iteration: int) -> bool:
+        """The first critic.warmup_iterations are the critic's alone."""
+        return not self.config.has_critic or iteration > self.config.critic.warmup_iterations
+
     def charge(self, rows: StepBatch) -> StepBatch:
         """Adds advantages; see algos.credit. A KL in the reward is charged at kl_coef, which then adapts."""
         algo = self.config.algo
@@ -163,14 +186,16 @@ class Run:
         with self.recorder.phase("checkpoint"):
             self.actor.save(self.folder.checkpoints, iteration)
 
-    def export(self) -> None:
-        """The trained policy as a Hugging Face folder; an earlier one stays until this one is whole."""
+    def export(self, iteration: int | None = None) -> None:
+        """The policy as a Hugging Face folder, of an iteration or the end; an earlier one stays until it is whole."""
+        target = self.folder.export if iteration is None else self.folder.export_of(iteration)
         fresh = self.folder.root / ".export.new"
         with self.recorder.phase("export"):
             shutil.rmtree(fresh, ignore_errors=True)
             self.actor.export_hf(fresh)
-            shutil.rmtree(self.folder.export, ignore_errors=True)
-            fresh.rename(self.folder.export)
+            shutil.rmtree(target, ignore_errors=True)
+            target.parent.mkdir(exist_ok=True)
+            fresh.rename(target)
 
 
 @contextmanager

@@ -26,14 +26,19 @@ def train(run: Run) -> None:
             rows = place_episode_reward(rows)
             rows = run.actor_log_probs(rows)  # teacher forcing, before any update of this iteration
             rows = run.reference_log_probs(rows)
+            rows = run.values(rows)  # of the critic, if the estimator has one
             rows = run.charge(rows)  # penalty, KL in the reward, advantages
         with run.phase("update"):
-            run.update(rows)
+            run.update_critic(rows)
+            if run.actor_learns(iteration):
+                run.update(rows)
         with run.phase("sync"):
             run.sync()
         run.record(iteration, episodes, rows)
         if run.saves(iteration):
             run.save(iteration)
+        if run.exports(iteration):
+            run.export(iteration)
         if run.validates(iteration):
             run.validate(iteration)
     run.export()

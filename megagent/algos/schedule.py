@@ -153,6 +153,7 @@ def sizes_of(parallel: ParallelConfig, trainer: TrainerConfig) -> ScheduleSizes:
         dp=parallel.dp,
         tp=parallel.tp,
         pp=parallel.pp,
+        vpp=parallel.vpp,
         log_prob_rows=trainer.log_prob_micro_batch_rows,
         reference_rows=trainer.log_prob_micro_batch_rows,
         actor_rows=trainer.micro_batch_rows,

@@ -1,0 +1,120 @@
+"""The verbs of a run, on stand-ins for its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megagent.batch import Jagged, StepBatch
+from megagent.config import Config
+from megagent.observe.run_folder import RunFolder
+from megagent.run import Run
+
+
+class Exporter:
+    """Stands in for the ranks: what it exports says how often it has been asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def export_hf(self, folder: Path) -> None:
+        self.calls += 1
+        folder.mkdir()
+        (folder / "weights").write_text(str(self.calls))
+
+
+@contextmanager
+def no_phase(*_: Any) -> Iterator[None]:
+    yield
+
+
+def run_in(folder: RunFolder, config: Config) -> Run:
+    absent: dict[str, Any] = dict.fromkeys(("world", "rollout", "collector", "bridge"))
+    recorder: Any = SimpleNamespace(phase=no_phase)
+    actor: Any = Exporter()
+    return Run(config=config, folder=folder, recorder=recorder, actor=actor, **absent)
+
+
+def test_weights_are_exported_every_export_freq_iterations_and_not_twice_at_the_end(tmp_path: Path) -> None:
+    config = Config()
+    config.trainer.run_dir, config.trainer.iterations = str(tmp_path / "run"), 6
+    with RunFolder.create(config) as folder:
+        run = run_in(folder, config)
+        assert not any(run.exports(iteration) for iteration in range(1, 7))
+        config.trainer.export_freq = 2
+        assert [iteration for iteration in range(1, 7) if run.exports(iteration)] == [2, 4]
+
+
+def test_an_export_on_the_way_has_a_folder_of_its_own_which_a_later_one_replaces(tmp_path: Path) -> None:
+    config = Config()
+    config.trainer.run_dir = str(tmp_path / "run")
+    with RunFolder.create(config) as folder:
+        run = run_in(folder, config)
+        run.export(2)
+        run.export(2)
+        run.export()
+        assert (folder.root / "exports" / "iteration_0000002" / "weights").read_text() == "2"
+        assert (folder.root / "export" / "weights").read_text() == "3"
+        assert not list(folder.root.glob(".export*"))
+
+
+class Critic:
+    """Stands in for the ranks: notes what it is asked for, and values every token 2."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[str, ...]]] = []
+
+    def values(self, rows: StepBatch) -> Jagged:
+        self.calls.append(("values", rows.names))
+        return rows["responses"].like(torch.full((rows["responses"].tokens,), 2.0))
+
+    def update_critic(self, rows: StepBatch) -> dict[str, float]:
+        self.calls.append(("update_critic", rows.names))
+        return {"critic/vf_loss": 1.0}
+
+
+def run_with_critic(estimator: str) -> tuple[Run, Critic, StepBatch]:
+    config = Config()
+    config.algo.estimator, config.critic.warmup_iterations = estimator, 2
+    absent: dict[str, Any] = dict.fromkeys(("folder", "recorder", "world", "rollout", "collector", "bridge"))
+    actor: Any = Critic()
+    responses = Jagged(torch.tensor([3, 4, 5]), torch.tensor([1, 2]))
+    rows = StepBatch(
+        {
+            "prompts": Jagged(torch.tensor([1, 2]), torch.tensor([1, 1])),
+            "responses": responses,
+            "response_mask": responses.like(torch.ones(3)),
+            "value_targets": responses.like(torch.tensor([1.0, 2.0, 3.0])),
+        }
+    )
+    return Run(config=config, actor=actor, **absent), actor, rows
+
+
+def test_gae_asks_the_critic_for_values_and_teaches_it() -> None:
+    run, critic, rows = run_with_critic("gae")
+    rows = run.values(rows)
+    run.update_critic(rows)
+    assert rows["values"].values.tolist() == [2.0, 2.0, 2.0]
+    assert critic.calls == [
+        ("values", ("prompts", "responses")),
+        ("update_critic", ("prompts", "responses", "response_mask", "values", "value_targets")),
+    ]
+    assert run.metrics == {"critic/vf_loss": 1.0, "critic/vf_explained_var": 0.0}
+
+
+def test_the_first_iterations_are_the_critics_alone() -> None:
+    run, _, _ = run_with_critic("gae")
+    assert [iteration for iteration in range(1, 5) if run.actor_learns(iteration)] == [3, 4]
+
+
+def test_without_a_critic_nobody_is_asked_and_the_actor_learns_at_once() -> None:
+    run, critic, rows = run_with_critic("gigpo")
+    assert run.values(rows) is rows
+    run.update_critic(rows)
+    assert critic.calls == []
+    assert run.actor_learns(1)
