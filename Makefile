@@ -13,7 +13,7 @@ export TORCH_INDEX
 
 # Expanded only by the recipes that use it.
 BIN = $(shell locks/install.sh where $(PYTHON))/bin
-PACKAGES = megagent tests benchmarks
+PACKAGES = megagent tests benchmarks checkpoint_tools
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test lint format clean distclean

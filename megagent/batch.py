@@ -13,6 +13,7 @@ Standard columns (a batch holds those that are known so far):
     prompts, responses                  Jagged int64
     response_mask                       Jagged over the responses: 1 where the token carries loss
     rollout_log_probs, token_rewards, old_log_probs, ref_log_probs, advantages   Jagged float32 over the responses
+    values, value_targets               Jagged float32 over the responses: of a critic, and what they should have been
     returns                             [rows] float32: discounted return of the step
 """
 
@@ -35,6 +36,8 @@ RESPONSE_COLUMNS = (
     "old_log_probs",
     "ref_log_probs",
     "advantages",
+    "values",
+    "value_targets",
 )
 
 Indices = Tensor | np.ndarray | Sequence[int]

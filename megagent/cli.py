@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from megagent import __version__
 from megagent.config import as_yaml
 from megagent.errors import ConfigError, MegagentError
-from megagent.shop import command
+from megagent.parallel.convert import command as convert
+from megagent.shop import command as shop
 
 OVERRIDES = "key=value, or group=choice for a file of configs/: experiment=webshop_tiny, trainer.lr=4e-4"
 # What training needs and `pip install megagent` alone does not bring.
@@ -25,6 +26,7 @@ EXAMPLES = """examples:
   megagent train experiment=webshop_tiny trainer.lr=4e-4 --cfg
   megagent sft experiment=webshop_tiny sft.output=warm       make the tiny agent's warm start
   megagent shop play                                         shop yourself, in the terminal
+  megagent convert hf-to-megatron Qwen2.5-7B qwen7b --tp 4   a checkpoint that Megatron-LM loads, and back
   megagent doctor                                            what is installed, and what runs here
 """
 
@@ -39,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     overrides = [*getattr(chosen, "overrides", []), *rest]
     try:
+        if chosen.command == "convert":
+            signal.signal(signal.SIGTERM, _terminated)
+            return convert.run(chosen, rest)
         _refuse_options(overrides)
         if chosen.command == "doctor":
             return _doctor(overrides)
@@ -112,7 +117,7 @@ def _shop(chosen: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError([f"{text}: megagent shop takes no overrides; see --help" for text in rest], "command line")
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        status = command.run(chosen)
+        status = shop.run(chosen)
         sys.stdout.flush()
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -155,7 +160,8 @@ def _parser() -> argparse.ArgumentParser:
         trains.add_argument(
             "--dry-run", action="store_true", help="check the configuration, print its layout and batch table, and stop"
         )
-    command.add_parser(commands)
+    shop.add_parser(commands)
+    convert.add_to(commands)
     summary = "show versions, the platform and kernels in use, memory and cores"
     commands.add_parser("doctor", help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False)
     return parser

@@ -22,6 +22,11 @@ class ParallelConfig:
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline stages
     dp: int = 1  # data-parallel replicas
+    vpp: int = 1  # model chunks of each stage, run in turn; more than 1 asks for pp above 1
+    ep: int = 1  # expert-parallel ranks: the experts are divided among them; taken out of tp x dp
+    etp: int = 0  # tensor-parallel ranks of an expert; 0: as tp
+    sequence_parallel: bool = False  # split norms and residuals over the tp ranks by token
+    distributed_optimizer: bool = True  # split the optimizer's state over the dp ranks
 
     @property
     def world(self) -> int:
@@ -45,15 +50,42 @@ class RolloutConfig:
 
 @dataclass
 class AlgoConfig:
-    estimator: str = "gigpo"  # gigpo | grpo
+    # Advantages
+    estimator: str = (
+        "gigpo"  # gigpo | grpo | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline | step_returns | ...
+    )
     norm: str = "mean_norm"  # mean_norm | mean_std_norm
+    baseline: str = "step"  # the mean of a task is over its step rows (as the reference), or once for each trajectory
     gamma: float = 0.95  # discount of an episode's steps
     step_weight: float = 1.0  # weight w of the step advantage in gigpo
-    clip: float = 0.2
-    entropy_coef: float = 0.001
-    kl_coef: float = 0.01  # KL to the reference, in the loss
-    kl_estimator: str = "low_var_kl"  # low_var_kl
+    step_groups: str = "exact"  # steps of one task are compared if their pages are equal (exact), or similar
+    similarity: float = 0.95  # least difflib ratio of the characters of similar pages
+    lone_step: str = "zero"  # step advantage of a step alone in its group: zero | raw (its return) | task (against it)
+    gae_over: str = "steps"  # gae runs over the steps of an episode, or over the tokens of each step
+    gae_lambda: float = 0.95
+    token_gamma: float = 1.0  # discount of the tokens of a response, in reinforce_pp and gae over tokens
+    compat: str = "none"  # verl_agent: its gigpo to the last digit, float32 statistics included
     invalid_action_penalty: float = 0.1
+    penalty_propagates: bool = False  # the penalty also lowers the discounted returns of the steps before
+    # Policy loss
+    loss: str = "ppo"  # ppo | gspo | cispo
+    aggregation: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
+    clip: float = 0.2  # ratios count from 1 - clip
+    clip_high: float = 0.0  # to 1 + clip_high; 0: as clip
+    dual_clip: float = 0.0  # ppo: times its advantage, the most that a bad token counts; above 1, 0: no limit
+    entropy_coef: float = 0.001
+    # KL to the reference
+    kl_coef: float = 0.01
+    kl_in: str = "loss"  # loss | reward
+    kl_estimator: str = "low_var_kl"  # k1 | k2 | k3 = low_var_kl; with a + the gradient is that of k2
+    kl_target: float = 0.0  # kl_in=reward: kl_coef is adapted until the KL of a token is this; 0: it stays
+    kl_horizon: int = 10000  # episodes over which it adapts
+    # Sampler and trainer
+    sampler_correction: str = "none"  # none | token_tis | sequence_tis | token_mask | sequence_mask
+    sampler_ratio_max: float = 2.0  # trainer-to-sampler probability ratios are held to it, or masked above it
+    sampler_ratio_min: float = 0.5  # and masked below this
+    # Rows
+    adjust: str = "pad"  # rows up to the schedule's multiple: pad (they weigh nothing) | copy | delete
 
 
 @dataclass
@@ -146,6 +178,7 @@ class TrainerConfig:
     val_temperature: float = 0.4
     val_greedy: bool = False  # also validate at temperature 0
     save_freq: int = 0  # iterations between checkpoints; 0 saves at the end only
+    export_freq: int = 0  # iterations between exports as a Hugging Face folder; 0 exports at the end only
     seed: int = 0
     run_dir: str = "runs/${experiment_name}"
     resume: bool = False  # continue from the newest checkpoint in run_dir
@@ -161,6 +194,14 @@ class SftConfig:
     prompt_weight: float = 0.1  # loss weight of a prompt token; a response token weighs 1
     short_prompt_fraction: float = 0.65  # first share of the steps, on prompts without history
     output: str = "runs/sft"  # where the warm-started Hugging Face model goes
+
+
+@dataclass
+class CriticConfig:
+    # The value model of algo.estimator=gae. It begins with the weights of model.path, in batches as the actor's.
+    lr: float = 1e-5  # with the warm-up and decay of trainer
+    warmup_iterations: int = 0  # first iterations, in which only the critic learns
+    clip: float = 0.5  # how far a value counts as moved in one update
 
 
 @dataclass
@@ -190,8 +231,14 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the estimator asks for the values of a critic."""
+        return self.algo.estimator == "gae"
 
 
 def as_yaml(config: Config) -> str:

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from megagent.algos.choices import CHOICES, ESTIMATORS, algo_problems
 from megagent.algos.schedule import batch_problems, sft_batch_problems
 from megagent.config import Config, Range
 from megagent.envs.base import WORLDS
 from megagent.errors import ConfigError, MegagentError
 from megagent.model_source import ASSETS, BUILTIN, hf_config_of, local_folder
 from megagent.observe.run_folder import already_holds_run, holds_run
-from megagent.parallel.models import family_of
-from megagent.parallel.models.family import Sizes
+from megagent.parallel.degrees import degrees_of, training_problems
+from megagent.parallel.models import Architecture, architecture_of
 from megagent.paths import expanded
 from megagent.rollout.prompts import PROMPTS
 
@@ -63,8 +64,10 @@ def check(config: Config, faults: Faults, command: Command | None = None) -> Non
     """Adds every fault of the configuration to `faults`."""
     _check_ranges(config, faults)
     _check_names(config, faults)
+    _check_algo(config, faults)
     _check_sampling(config, faults)
     _check_batches(config, faults, command)
+    _check_degrees(config, faults)
     _check_model(config, faults, command)
     _check_cluster(config, faults)
     _check_environment(config, faults)
@@ -88,6 +91,9 @@ RANGES: Mapping[str, Range] = {
     "parallel.tp": AT_LEAST_ONE,
     "parallel.pp": AT_LEAST_ONE,
     "parallel.dp": AT_LEAST_ONE,
+    "parallel.vpp": AT_LEAST_ONE,
+    "parallel.ep": AT_LEAST_ONE,
+    "parallel.etp": NOT_NEGATIVE,
     "rollout.tp": AT_LEAST_ONE,
     "rollout.engines": AT_LEAST_ONE,
     "rollout.n": AT_LEAST_ONE,
@@ -100,10 +106,19 @@ RANGES: Mapping[str, Range] = {
     "rollout.kv_cache_gib": AT_LEAST_ONE,
     "algo.gamma": SHARE,
     "algo.step_weight": NOT_NEGATIVE,
+    "algo.similarity": SHARE,
+    "algo.gae_lambda": SHARE,
+    "algo.token_gamma": SHARE,
+    "algo.invalid_action_penalty": NOT_NEGATIVE,
     "algo.clip": Range(0, 1, above_low=True, below_high=True),
+    "algo.clip_high": NOT_NEGATIVE,
+    "algo.dual_clip": NOT_NEGATIVE,
     "algo.entropy_coef": NOT_NEGATIVE,
     "algo.kl_coef": NOT_NEGATIVE,
-    "algo.invalid_action_penalty": NOT_NEGATIVE,
+    "algo.kl_target": NOT_NEGATIVE,
+    "algo.kl_horizon": AT_LEAST_ONE,
+    "algo.sampler_ratio_max": ABOVE_ZERO,
+    "algo.sampler_ratio_min": NOT_NEGATIVE,
     "env.max_steps": AT_LEAST_ONE,
     "env.history_length": NOT_NEGATIVE,
     "env.success_reward": ABOVE_ZERO,
@@ -128,7 +143,11 @@ RANGES: Mapping[str, Range] = {
     "trainer.val_tasks": AT_LEAST_ONE,
     "trainer.val_temperature": NOT_NEGATIVE,
     "trainer.save_freq": NOT_NEGATIVE,
+    "trainer.export_freq": NOT_NEGATIVE,
     "trainer.seed": Range(0, 2**31 - 1),  # what every library takes
+    "critic.lr": ABOVE_ZERO,
+    "critic.warmup_iterations": NOT_NEGATIVE,
+    "critic.clip": ABOVE_ZERO,
     "sft.episodes": AT_LEAST_ONE,
     "sft.steps": AT_LEAST_ONE,
     "sft.batch_rows": AT_LEAST_ONE,
@@ -169,8 +188,7 @@ def _check_names(config: Config, faults: Faults) -> None:
     choices: dict[str, tuple[str, ...]] = {
         "model.dtype": ("fp32", "bf16"),
         "algo.estimator": _estimators(config.algo.estimator),
-        "algo.norm": ("mean_norm", "mean_std_norm"),
-        "algo.kl_estimator": ("low_var_kl",),
+        **CHOICES,
         "trainer.lr_decay": ("constant", "linear", "cosine"),
         "env.name": tuple(WORLDS),
         "env.prompt": tuple(PROMPTS),
@@ -184,11 +202,11 @@ def _check_names(config: Config, faults: Faults) -> None:
 
 def _estimators(chosen: str) -> tuple[str, ...]:
     """Names of the advantage estimators. The registry imports torch, so it is asked only for one that is not ours."""
-    if chosen in ("gigpo", "grpo"):
-        return (chosen,)
-    from megagent.algos.advantages import ESTIMATORS
+    if chosen in ESTIMATORS:
+        return ESTIMATORS
+    from megagent.algos import advantages
 
-    return tuple(ESTIMATORS)
+    return tuple(advantages.ESTIMATORS)
 
 
 def _check_address(config: Config, faults: Faults) -> None:
@@ -209,6 +227,12 @@ def _check_address(config: Config, faults: Faults) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _check_algo(config: Config, faults: Faults) -> None:
+    if faults.sound("algo"):
+        for problem in algo_problems(config):
+            faults.add(problem)
+
+
 def _check_sampling(config: Config, faults: Faults) -> None:
     n = config.rollout.n
     if n != 1 and faults.sound("rollout.n"):
@@ -225,6 +249,12 @@ def _check_batches(config: Config, faults: Faults, command: Command | None) -> N
         faults.add(problem)
 
 
+def _check_degrees(config: Config, faults: Faults) -> None:
+    if faults.sound("parallel"):
+        for problem in degrees_of(config.parallel).problems():
+            faults.add(problem)
+
+
 def _check_model(config: Config, faults: Faults, command: Command | None) -> None:
     path = config.model.path
     if not faults.sound("model.path"):
@@ -233,22 +263,17 @@ def _check_model(config: Config, faults: Faults, command: Command | None) -> Non
         return  # it is about to be made for the first time
     name = path.removeprefix(BUILTIN).rstrip("/").rsplit("/", 1)[-1]
     try:
-        hf_config = hf_config_of(path, fetch=command is not None)
-        family = family_of(hf_config)
-        sizes = family.sizes(hf_config)
+        architecture = architecture_of(hf_config_of(path, fetch=command is not None))
     except MegagentError as error:
         faults.add(f"model.path={path}: {error}", "model.path")
         return
-    for key, degree, problems in (
-        ("parallel.tp", config.parallel.tp, lambda tp: family.problems(hf_config, tp, 1)),
-        ("parallel.pp", config.parallel.pp, lambda pp: family.problems(hf_config, 1, pp)),
-        ("rollout.tp", config.rollout.tp, lambda tp: _rollout_problems(sizes, tp)),
-    ):
-        if faults.sound(key):
-            _check_degree(key, degree, problems, name, faults)
+    if faults.sound("parallel"):
+        _check_split(config, architecture, name, faults)
+    if faults.sound("rollout.tp"):
+        _check_rollout_split(config, architecture, name, faults)
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    context = int(hf_config["max_position_embeddings"])
+    context = architecture.positions
     if longest > context and faults.sound("rollout.max_prompt_tokens", "rollout.max_response_tokens"):
         faults.add(
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_response_tokens="
@@ -256,26 +281,48 @@ def _check_model(config: Config, faults: Faults, command: Command | None) -> Non
         )
 
 
-def _check_degree(key: str, degree: int, problems: Callable[[int], list[str]], model: str, faults: Faults) -> None:
-    """Adds why the model cannot be split over `degree` ranks, with the degrees that fit."""
-    found = problems(degree)
-    if found:
-        fits = [str(each) for each in range(1, 65) if not problems(each)]
-        for problem in found:
-            faults.add(f"{problem} ({model}: {key}={_listed(fits, 'or')})")
+def _check_split(config: Config, architecture: Architecture, model: str, faults: Faults) -> None:
+    """Adds why the ranks cannot share the model as parallel.* says, with the degrees that fit."""
+    degrees = degrees_of(config.parallel)
+    if degrees.problems():
+        return  # said already, and the rest would divide by them
+    for problem in architecture.problems(degrees):
+        key = problem.partition("=")[0]
+
+        def fits(value: int, key: str = key) -> bool:
+            changes: dict[str, Any] = {key.removeprefix("parallel."): value}
+            other = dataclasses.replace(degrees, **changes)
+            return not other.problems() and not any(p.startswith(f"{key}=") for p in architecture.problems(other))
+
+        faults.add(problem + _fitting(key, model, fits))
+    for problem in training_problems(degrees, has_experts=architecture.experts is not None):
+        faults.add(problem)
 
 
-def _rollout_problems(sizes: Sizes, tp: int) -> list[str]:
+def _check_rollout_split(config: Config, architecture: Architecture, model: str, faults: Faults) -> None:
+    for problem in _rollout_problems(architecture, config.rollout.tp):
+        faults.add(problem + _fitting("rollout.tp", model, lambda tp: not _rollout_problems(architecture, tp)))
+
+
+def _fitting(key: str, model: str, fits: Callable[[int], bool]) -> str:
+    found = [str(value) for value in range(1, 65) if fits(value)]
+    return f" ({model}: {key}={_listed(found, 'or')})" if found else ""
+
+
+def _rollout_problems(architecture: Architecture, tp: int) -> list[str]:
     """Every reason why a vLLM engine of tp ranks cannot hold the model; vLLM pads the vocabulary itself."""
+    columns = (architecture.ffn, "feed-forward columns")
+    if architecture.experts is not None:
+        columns = (architecture.experts.ffn, "feed-forward columns of an expert")
     found = [
         f"rollout.tp={tp} does not divide the {number} {what}; use one that does"
-        for number, what in ((sizes.heads, "attention heads"), (sizes.ffn, "feed-forward columns"))
+        for number, what in ((architecture.heads, "attention heads"), columns)
         if number % tp
     ]
-    if sizes.kv_heads % tp and tp % sizes.kv_heads:
+    if architecture.kv_heads % tp and tp % architecture.kv_heads:
         found.append(
-            f"rollout.tp={tp} neither divides the {sizes.kv_heads} key/value heads nor is a multiple of them; use one "
-            "that is"
+            f"rollout.tp={tp} neither divides the {architecture.kv_heads} key/value heads nor is a multiple of them; "
+            "use one that is"
         )
     return found
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megagent.algos.adjust import schedule_multiple
+from megagent.algos.credit import charge
+from megagent.algos.kl import KL_COEF_METRIC, KL_METRIC, adapted_kl_coef, mean_kl, resumed_kl_coef
 from megagent.algos.metrics import credit_metrics
+from megagent.algos.values import explained_variance
 from megagent.batch import StepBatch
 from megagent.cluster.bridge import FileBridge
 from megagent.cluster.engines import EngineGroup
@@ -21,7 +24,7 @@ from megagent.cluster.session import ray_session
 from megagent.config import Config
 from megagent.envs.base import Split, World, build_world
 from megagent.model_source import load_tokenizer
-from megagent.observe.recorder import Recorder
+from megagent.observe.recorder import Recorder, read_metrics
 from megagent.observe.run_folder import RunFolder
 from megagent.parallel import platform
 from megagent.rollout.collector import Collector
@@ -41,11 +44,12 @@ class Run:
     folder: RunFolder
     recorder: Recorder
     world: World
-    actor: RankGroup  # holds the reference's weights too
+    actor: RankGroup  # holds the reference's weights too, and the critic's
     rollout: EngineGroup
     collector: Collector
     bridge: FileBridge
     finished: int = 0  # iterations done before this process started
+    kl_coef: float = 0.0  # of the KL in the reward, as it is now
     metrics: dict[str, float] = field(default_factory=dict)  # of the iteration under way
 
     # --- the course of the run ---------------------------------------------------------------------------------------
@@ -66,6 +70,11 @@ class Run:
     def saves(self, iteration: int) -> bool:
         every = self.config.trainer.save_freq
         return self._is_last(iteration) or (every > 0 and iteration % every == 0)
+
+    def exports(self, iteration: int) -> bool:
+        """Whether weights are exported on the way; at the end they always are."""
+        every = self.config.trainer.export_freq
+        return every > 0 and iteration % every == 0 and not self._is_last(iteration)
 
     def _is_last(self, iteration: int) -> bool:
         return iteration == self.config.trainer.iterations
@@ -118,6 +127,33 @@ class Run:
         answer = self.actor.log_probs(rows.select("prompts", "responses"), "reference")
         return rows.with_columns(ref_log_probs=answer["log_probs"])
 
+    def values(self, rows: StepBatch) -> StepBatch:
+        """Adds values, what the critic expects before each token is written, if the estimator asks for them."""
+        if not self.config.has_critic:
+            return rows
+        return rows.with_columns(values=self.actor.values(rows.select("prompts", "responses")))
+
+    def update_critic(self, rows: StepBatch) -> None:
+        if not self.config.has_critic:
+            return
+        columns = ("prompts", "responses", "response_mask", "values", "value_targets")
+        self.metrics |= self.actor.update_critic(rows.select(*columns))
+        self.metrics["critic/vf_explained_var"] = explained_variance(rows)
+
+    def actor_learns(self, iteration: int) -> bool:
+        """The first critic.warmup_iterations are the critic's alone."""
+        return not self.config.has_critic or iteration > self.config.critic.warmup_iterations
+
+    def charge(self, rows: StepBatch) -> StepBatch:
+        """Adds advantages; see algos.credit. A KL in the reward is charged at kl_coef, which then adapts."""
+        algo = self.config.algo
+        rows = charge(rows, algo, self.kl_coef)
+        if algo.kl_in == "reward" and algo.kl_coef:
+            kl = mean_kl(rows, algo.kl_estimator)
+            self.metrics |= {KL_METRIC: kl, KL_COEF_METRIC: self.kl_coef}
+            self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.episodes_per_iteration, algo)
+        return rows
+
     def update(self, rows: StepBatch) -> None:
         columns = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs", "advantages")
         self.metrics |= self.actor.update(rows.select(*(name for name in columns if name in rows)))
@@ -128,7 +164,7 @@ class Run:
     # --- records -----------------------------------------------------------------------------------------------------
 
     def record(self, iteration: int, episodes: Sequence[Episode], rows: StepBatch) -> None:
-        self.metrics |= rollout_metrics(episodes, rows) | credit_metrics(rows)
+        self.metrics |= rollout_metrics(episodes, rows) | credit_metrics(rows, self.config.algo)
         phases = ("rollout", "prepare", "update", "sync")
         self.metrics["timing_s/iteration"] = sum(self.metrics[f"timing_s/{name}"] for name in phases)
         tokens = self.metrics["rollout/response_tokens"]
@@ -154,14 +190,16 @@ class Run:
         with self.recorder.phase("checkpoint"):
             self.actor.save(self.folder.checkpoints, iteration)
 
-    def export(self) -> None:
-        """The trained policy as a Hugging Face folder; an earlier one stays until this one is whole."""
+    def export(self, iteration: int | None = None) -> None:
+        """The policy as a Hugging Face folder, of an iteration or the end; an earlier one stays until it is whole."""
+        target = self.folder.export if iteration is None else self.folder.export_of(iteration)
         fresh = self.folder.root / ".export.new"
         with self.recorder.phase("export"):
             shutil.rmtree(fresh, ignore_errors=True)
             self.actor.export_hf(fresh)
-            shutil.rmtree(self.folder.export, ignore_errors=True)
-            fresh.rename(self.folder.export)
+            shutil.rmtree(target, ignore_errors=True)
+            target.parent.mkdir(exist_ok=True)
+            fresh.rename(target)
 
 
 @contextmanager
@@ -203,6 +241,11 @@ def open_run(config: Config) -> Iterator[Run]:
             rollout=engines,
             collector=Collector(config, tokenizer, engines, environments),
             bridge=bridge,
+            kl_coef=resumed_kl_coef(
+                read_metrics(folder.metrics) if finished else (),
+                config.trainer.tasks_per_iteration * config.env.rollout.n,
+                config.algo,
+            ),
             finished=finished,
         )
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megagent.algos.adjust import align
-from megagent.algos.advantages import estimate_advantages
-from megagent.algos.credit import penalise, step_returns
+from megagent.algos.credit import step_returns
 from megagent.algos.rewards import place_episode_reward
 from megagent.config import Config
 from megagent.run import Run, open_run
@@ -22,19 +21,24 @@ def train(run: Run) -> None:
             rows = run.rows(episodes)
         with run.phase("prepare"):
             rows = step_returns(rows, algo)
-            rows = align(rows, run.schedule_multiple)  # whole micro-batches on every rank; padding weighs nothing
+            # Whole micro-batches on every rank; padding weighs nothing.
+            rows = align(rows, run.schedule_multiple, algo.adjust, seed=iteration)
             rows = place_episode_reward(rows)
             rows = run.actor_log_probs(rows)  # teacher forcing, before any update of this iteration
             rows = run.reference_log_probs(rows)
-            rows = penalise(rows, algo)
-            rows = estimate_advantages(rows, algo)
+            rows = run.values(rows)  # of the critic, if the estimator has one
+            rows = run.charge(rows)  # penalty, KL in the reward, advantages
         with run.phase("update"):
-            run.update(rows)
+            run.update_critic(rows)
+            if run.actor_learns(iteration):
+                run.update(rows)
         with run.phase("sync"):
             run.sync()
         run.record(iteration, episodes, rows)
         if run.saves(iteration):
             run.save(iteration)
+        if run.exports(iteration):
+            run.export(iteration)
         if run.validates(iteration):
             run.validate(iteration)
     run.export()

@@ -243,7 +243,14 @@ def test_a_number_out_of_its_range_is_named_with_the_range(override: str, rule: 
     [
         "algo.estimator=gigpoo",
         "algo.norm=none",
-        "algo.kl_estimator=k1",
+        "algo.kl_estimator=k9",
+        "algo.baseline=row",
+        "algo.loss=trpo",
+        "algo.aggregation=mean",
+        "algo.kl_in=advantage",
+        "algo.sampler_correction=tis",
+        "algo.adjust=drop",
+        "algo.compat=verl",
         "env.name=webshops",
         "env.prompt=webshop_short",
         "env.compat=original",
@@ -265,11 +272,10 @@ def test_an_unknown_estimator_is_answered_with_the_registered_ones() -> None:
     assert all(name in found for name in ESTIMATORS)
 
 
-@pytest.mark.parametrize("name", ["gigpo", "grpo"])
-def test_the_estimators_known_without_torch_are_registered(name: str) -> None:
-    from megagent.algos.advantages import ESTIMATORS
+def test_the_estimators_known_without_torch_are_the_registered_ones() -> None:
+    from megagent.algos import advantages, choices
 
-    assert name in ESTIMATORS
+    assert tuple(advantages.ESTIMATORS) == choices.ESTIMATORS
 
 
 @pytest.mark.parametrize("address", ["local", "10.0.0.1:6379", "head.cluster:10001"])
@@ -297,10 +303,57 @@ def test_attention_heads_that_tp_does_not_divide_are_refused_with_the_degrees_th
     assert "Qwen2.5-7B-Instruct: parallel.tp=1, 2 or 4" in found
 
 
-def test_layers_that_pp_does_not_divide_are_refused_with_the_degrees_that_fit() -> None:
-    found = only_problem(QWEN_7B, "parallel=pp2", "parallel.pp=8", "rollout.tp=1", "rollout.engines=1")
-    assert "parallel.pp=8 cuts the 28 layers into 7 stages of 3 and a first one of 7" in found
-    assert "parallel.pp=1, 2, 3, 4, 5, 6, 7, 9" in found
+def test_more_stages_than_layers_are_refused_with_the_degrees_that_fit() -> None:
+    found = problems(QWEN_7B, "parallel=pp2", "parallel.pp=32", "rollout.tp=1", "rollout.engines=1")[0]
+    assert "parallel.pp=32 makes 32 stages of 28 layers and some would be empty" in found
+    assert "27 or 28)" in found
+
+
+def test_all_that_is_wrong_with_a_layout_is_said_at_once(tmp_path: Path) -> None:
+    found = problems(write_mixture(tmp_path), "parallel=single", "parallel.tp=3", "parallel.pp=5", "rollout.tp=1")
+    wrong = ("parallel.tp=3 does not divide the 8 attention heads", "parallel.pp=5 makes 5 stages of 4 layers")
+    for words in (*wrong, "parallel.tp=3: experts on several tensor ranks"):
+        assert any(words in each for each in found), found
+
+
+def test_degrees_that_contradict_each_other_are_refused() -> None:
+    found = problems("parallel=single", "parallel.vpp=2", "parallel.ep=4")
+    assert any("parallel.vpp=2 interleaves pipeline stages and parallel.pp=1 has none" in each for each in found)
+    assert any("parallel.ep=4 x etp=1 does not divide the tp=1 x dp=1 ranks" in each for each in found)
+
+
+def test_experts_on_several_tensor_ranks_ask_for_sequence_parallelism(tmp_path: Path) -> None:
+    overrides = (write_mixture(tmp_path), "parallel=tp2", "rollout.tp=1", "rollout.engines=1")
+    found = only_problem(*overrides)
+    assert "parallel.tp=2: experts on several tensor ranks are trained only with sequence parallelism" in found
+    assert "set parallel.sequence_parallel=true" in found
+    load([*overrides, "parallel.sequence_parallel=true"])
+
+
+def test_experts_split_otherwise_than_attention_ask_for_expert_parallelism(tmp_path: Path) -> None:
+    overrides = [write_mixture(tmp_path), "parallel=tp2", "parallel.sequence_parallel=true", "parallel.etp=1"]
+    assert "parallel.etp=1 is not tp=2" in only_problem(*overrides, "rollout.tp=1", "rollout.engines=1")
+    load([*overrides, "parallel.ep=2", "rollout.tp=1", "rollout.engines=1"])
+
+
+def write_mixture(folder: Path) -> str:
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 32768,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"model.path={folder}"
 
 
 def test_an_engine_whose_tp_does_not_divide_the_heads_is_refused() -> None:

@@ -1,67 +1,120 @@
-"""What a run checks before anything starts."""
+"""The verbs of a run, on stand-ins for its processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import pytest
+import torch
 
-from megagent.config import RolloutConfig
-from megagent.envs.base import Observation, Split, Task
-from megagent.envs.sokoban import SokobanConfig
-from megagent.errors import MegagentError
-from megagent.rollout.prompts import PromptBuilder
-from megagent.run import FIRST_PROMPTS, _check_first_prompts
-
-
-class Letters:
-    """A tokenizer of characters."""
-
-    chat_template = None
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [ord(character) for character in text]
+from megagent.batch import Jagged, StepBatch
+from megagent.config import Config
+from megagent.observe.run_folder import RunFolder
+from megagent.run import Run
 
 
-class Millions(Sequence[Task]):
-    """A panel that makes its tasks when they are asked for, and counts them."""
-
-    made = 0
-
-    def __len__(self) -> int:
-        return 6_000_000
-
-    def __getitem__(self, index: int) -> Task:  # type: ignore[override]
-        self.made += 1
-        return Task(f"t{index}", "train", str(index))
-
-
-class World:
-    """Its wordiest tasks are those at the end of a panel."""
+class Exporter:
+    """Stands in for the ranks: what it exports says how often it has been asked."""
 
     def __init__(self) -> None:
-        self.panels: dict[Split, Millions] = {"train": Millions(), "validation": Millions()}
+        self.calls = 0
 
-    def tasks(self, split: Split) -> Millions:
-        return self.panels[split]
-
-    def make(self) -> World:
-        return self
-
-    def reset(self, task: Task) -> Observation:
-        return Observation("x" * (int(task.key) // 10_000), "page", ("go",))
+    def export_hf(self, folder: Path) -> None:
+        self.calls += 1
+        folder.mkdir()
+        (folder / "weights").write_text(str(self.calls))
 
 
-def builder(limit: int) -> PromptBuilder:
-    return PromptBuilder(SokobanConfig(), RolloutConfig(max_prompt_tokens=limit), Letters())  # type: ignore[arg-type]
+@contextmanager
+def no_phase(*_: Any) -> Iterator[None]:
+    yield
 
 
-def test_the_first_prompts_of_millions_of_tasks_are_sampled() -> None:
-    world = World()
-    _check_first_prompts(world, builder(2000))  # type: ignore[arg-type]
-    assert all(FIRST_PROMPTS // 2 < panel.made <= FIRST_PROMPTS for panel in world.panels.values())
+def run_in(folder: RunFolder, config: Config) -> Run:
+    absent: dict[str, Any] = dict.fromkeys(("world", "rollout", "collector", "bridge"))
+    recorder: Any = SimpleNamespace(phase=no_phase)
+    actor: Any = Exporter()
+    return Run(config=config, folder=folder, recorder=recorder, actor=actor, **absent)
 
 
-def test_a_wordy_task_at_the_end_of_a_panel_is_found() -> None:
-    with pytest.raises(MegagentError, match="longer than rollout.max_prompt_tokens=600"):
-        _check_first_prompts(World(), builder(600))  # type: ignore[arg-type]
+def test_weights_are_exported_every_export_freq_iterations_and_not_twice_at_the_end(tmp_path: Path) -> None:
+    config = Config()
+    config.trainer.run_dir, config.trainer.iterations = str(tmp_path / "run"), 6
+    with RunFolder.create(config) as folder:
+        run = run_in(folder, config)
+        assert not any(run.exports(iteration) for iteration in range(1, 7))
+        config.trainer.export_freq = 2
+        assert [iteration for iteration in range(1, 7) if run.exports(iteration)] == [2, 4]
+
+
+def test_an_export_on_the_way_has_a_folder_of_its_own_which_a_later_one_replaces(tmp_path: Path) -> None:
+    config = Config()
+    config.trainer.run_dir = str(tmp_path / "run")
+    with RunFolder.create(config) as folder:
+        run = run_in(folder, config)
+        run.export(2)
+        run.export(2)
+        run.export()
+        assert (folder.root / "exports" / "iteration_0000002" / "weights").read_text() == "2"
+        assert (folder.root / "export" / "weights").read_text() == "3"
+        assert not list(folder.root.glob(".export*"))
+
+
+class Critic:
+    """Stands in for the ranks: notes what it is asked for, and values every token 2."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[str, ...]]] = []
+
+    def values(self, rows: StepBatch) -> Jagged:
+        self.calls.append(("values", rows.names))
+        return rows["responses"].like(torch.full((rows["responses"].tokens,), 2.0))
+
+    def update_critic(self, rows: StepBatch) -> dict[str, float]:
+        self.calls.append(("update_critic", rows.names))
+        return {"critic/vf_loss": 1.0}
+
+
+def run_with_critic(estimator: str) -> tuple[Run, Critic, StepBatch]:
+    config = Config()
+    config.algo.estimator, config.critic.warmup_iterations = estimator, 2
+    absent: dict[str, Any] = dict.fromkeys(("folder", "recorder", "world", "rollout", "collector", "bridge"))
+    actor: Any = Critic()
+    responses = Jagged(torch.tensor([3, 4, 5]), torch.tensor([1, 2]))
+    rows = StepBatch(
+        {
+            "prompts": Jagged(torch.tensor([1, 2]), torch.tensor([1, 1])),
+            "responses": responses,
+            "response_mask": responses.like(torch.ones(3)),
+            "value_targets": responses.like(torch.tensor([1.0, 2.0, 3.0])),
+        }
+    )
+    return Run(config=config, actor=actor, **absent), actor, rows
+
+
+def test_gae_asks_the_critic_for_values_and_teaches_it() -> None:
+    run, critic, rows = run_with_critic("gae")
+    rows = run.values(rows)
+    run.update_critic(rows)
+    assert rows["values"].values.tolist() == [2.0, 2.0, 2.0]
+    assert critic.calls == [
+        ("values", ("prompts", "responses")),
+        ("update_critic", ("prompts", "responses", "response_mask", "values", "value_targets")),
+    ]
+    assert run.metrics == {"critic/vf_loss": 1.0, "critic/vf_explained_var": 0.0}
+
+
+def test_the_first_iterations_are_the_critics_alone() -> None:
+    run, _, _ = run_with_critic("gae")
+    assert [iteration for iteration in range(1, 5) if run.actor_learns(iteration)] == [3, 4]
+
+
+def test_without_a_critic_nobody_is_asked_and_the_actor_learns_at_once() -> None:
+    run, critic, rows = run_with_critic("gigpo")
+    assert run.values(rows) is rows
+    run.update_critic(rows)
+    assert critic.calls == []
+    assert run.actor_learns(1)

@@ -2,7 +2,8 @@
 
 Every data-parallel rank must run the same number of whole micro-batches, or its peers wait for it forever. The rows of
 an iteration are as many as the episodes had steps, so rows are added. The reference copies real ones, which moves the
-group means: the rewards [10, 0] with the first row copied have mean 6.67 instead of 5. Added rows weigh nothing here.
+group means: the rewards [10, 0] with the first row copied have mean 6.67 instead of 5. Here added rows weigh nothing,
+unless algo.adjust asks for the reference's ways.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagent.algos.choices import ADJUSTMENTS
 from megagent.algos.groups import padding_rows
 from megagent.algos.schedule import schedule_multiple
 from megagent.batch import Column, Jagged, StepBatch, objects
@@ -19,24 +21,37 @@ from megagent.errors import BatchError
 __all__ = ["align", "real_rows", "schedule_multiple"]
 
 
-def align(batch: StepBatch, multiple: int) -> StepBatch:
-    """The batch filled up to the next multiple of `multiple` rows, with is_padding marking the rows that were added.
+def align(batch: StepBatch, multiple: int, mode: str = "pad", seed: int = 0) -> StepBatch:
+    """The batch brought to a multiple of `multiple` rows, with is_padding marking the rows that weigh nothing.
 
-    A padding row has one prompt and one response token (copied from row 0, so they are legal ids), response_mask 0,
-    a valid action, a uid and traj_uid of its own and 0 or None in every other column. Real rows keep their order and
-    values. Padding is spread evenly among them: at the end it would make the last rank and the last mini-batches idle,
-    and an optimizer step of a few rows is as long as one of many.
-    A batch without rows stays so. Raises BatchError for a multiple below 1.
+    mode is algo.adjust:
+      pad     adds padding rows up to the next multiple. Each has one prompt and one response token (copied from row 0,
+              so they are legal ids), response_mask 0, a valid action, a uid and traj_uid of its own and 0 or None in
+              every other column. Real rows keep their order and values. Padding is spread evenly among them: at the end
+              it would make the last rank and the last mini-batches idle, and an optimizer step of a few rows is as long
+              as one of many.
+      copy    adds rows drawn at random, as they are, at the end: they count twice, in group means and in the loss.
+      delete  takes rows drawn at random away, down to a multiple. Fewer rows than one multiple are padded instead.
+    copy and delete draw by `seed`, without repetition as far as there are rows. Source of both: verl-agent's
+    adjust_batch. A batch without rows stays so. Raises BatchError for a multiple below 1 or an unknown mode.
     """
     if multiple < 1:
         raise BatchError(f"a batch cannot be aligned to a multiple of {multiple} rows; use at least 1")
+    if mode not in ADJUSTMENTS:
+        raise BatchError(f"algo.adjust={mode} is unknown; use {', '.join(ADJUSTMENTS)}")
     batch = batch.with_columns(is_padding=padding_rows(batch))
     rows = len(batch)
-    extra = -rows % multiple
-    if extra == 0:
+    missing, over = -rows % multiple, rows % multiple
+    if missing == 0:
         return batch
-    padding = StepBatch({name: _padding_column(name, column, batch, extra) for name, column in batch.items()})
-    return StepBatch.concat([batch, padding]).take(_evenly_spread(rows, extra))
+    drawn = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    if mode == "delete" and rows > multiple:
+        return batch.take(drawn[over:].sort().values)
+    if mode == "copy":
+        copies = drawn.repeat(-(-missing // rows))[:missing]
+        return batch.take(torch.cat([torch.arange(rows), copies]))
+    padding = StepBatch({name: _padding_column(name, column, batch, missing) for name, column in batch.items()})
+    return StepBatch.concat([batch, padding]).take(_evenly_spread(rows, missing))
 
 
 def real_rows(batch: StepBatch) -> StepBatch:

@@ -1,4 +1,4 @@
-"""Discounted returns of the steps of an episode."""
+"""Sums along the steps of an episode, or along any other chain of rows."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def discounted_returns(rewards: Tensor, traj: Tensor, gamma: float, step_index: 
     returns = torch.empty_like(values)
     returns[order] = values
     return returns.to(rewards.dtype)
+
+
+def following(values: Tensor, traj: Tensor) -> Tensor:
+    """[rows]: the value of the next row of the same episode, 0 after its last. values, traj: as discounted_returns."""
+    result = torch.zeros_like(values)
+    order = torch.argsort(traj, stable=True)
+    goes_on = traj[order][1:] == traj[order][:-1]
+    result[order[:-1][goes_on]] = values[order[1:][goes_on]]
+    return result
 
 
 def _check_time_order(step: Tensor, last: Tensor, order: Tensor) -> None:

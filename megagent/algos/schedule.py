@@ -5,6 +5,8 @@ Pure Python over integers, so that a configuration can be checked and its table 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,30 +22,148 @@ class PlanRow(NamedTuple):
     how: str
 
 
-def schedule_divisors(parallel: ParallelConfig, trainer: TrainerConfig) -> list[PlanRow]:
+@dataclass(frozen=True)
+class ScheduleSizes:
+    """What the Megatron schedule is made of, as plain numbers. Rows are those of one micro-batch on one rank.
+
+    A rank is part of one data-parallel replica; its tp, pp and cp ranks work on the same rows and multiply nothing. A
+    pass that a run does not have is None. interleaved_group: micro-batches that a model chunk runs in a row before the
+    next chunk does (Megatron's microbatch_group_size_per_vp_stage), at least pp; as pp if not given.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    log_prob_rows: int | None = None
+    reference_rows: int | None = None
+    actor_rows: int | None = None
+    critic_rows: int | None = None
+    mini_batch_rows: int | None = None
+    interleaved_group: int | None = None
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Micro-batches of a pass come in multiples of this: whole groups of the interleaved schedule; else 1."""
+        if self.pp == 1 or self.vpp == 1:
+            return 1
+        return self.pp if self.interleaved_group is None else self.interleaved_group
+
+
+def divisors(sizes: ScheduleSizes, names: Mapping[str, str] | None = None) -> list[PlanRow]:
     """Every number of rows that must divide an aligned batch, with its reason.
 
-    Ranks count by dp: the tp and pp ranks of one replica work on the same rows.
+    The rows of a pass over all ranks are dp x the rows of a micro-batch x the micro-batches that must come together;
+    whole mini-batches divide it too, and the training passes divide a mini-batch (see schedule_problems). names: how to
+    call a size in a reason, for instance where it is a key of the configuration.
     """
-    dp = parallel.dp
+    named = names or {}
+    group = sizes.micro_batch_multiple
+    rows = []
+    for what, field, value in (
+        ("old log-prob", "log_prob_rows", sizes.log_prob_rows),
+        ("reference", "reference_rows", sizes.reference_rows),
+        ("actor", "actor_rows", sizes.actor_rows),
+        ("critic", "critic_rows", sizes.critic_rows),
+    ):
+        if value is not None:
+            how = f"{named.get('dp', 'dp')} {sizes.dp} x {named.get(field, field)} {value}"
+            how += f" x interleaved group {group}" if group > 1 else ""
+            rows.append(PlanRow(f"rows of one {what} pass over all ranks", sizes.dp * value * group, how))
+    if sizes.mini_batch_rows is not None:
+        name = named.get("mini_batch_rows", "mini_batch_rows")
+        rows.append(PlanRow("rows of one mini-batch", sizes.mini_batch_rows, f"{name}, all ranks together"))
+    return rows
+
+
+def row_multiple(sizes: ScheduleSizes) -> int:
+    """The least number that all divisors divide: an aligned batch has a multiple of it."""
+    return lcm(*(divisor.value for divisor in divisors(sizes)))
+
+
+def token_multiple(sizes: ScheduleSizes, sequence_parallel: bool = False) -> int:
+    """Tokens of a padded row come in multiples of this: equal parts for the tp ranks of sequence parallelism, and two
+    parts, one early and one late, for each of the cp ranks."""
+    return (sizes.tp if sequence_parallel else 1) * (2 * sizes.cp if sizes.cp > 1 else 1)
+
+
+def aligned_rows(rows: int, multiple: int, mode: str = "pad") -> int:
+    """How many rows `align` makes of this many."""
+    if mode == "delete" and rows > multiple:
+        return rows // multiple * multiple
+    return -(-rows // multiple) * multiple
+
+
+def schedule_table(sizes: ScheduleSizes, rows: int) -> list[PlanRow]:
+    """The divisors with their reasons, their least common multiple, and what becomes of `rows` rows in each mode."""
+    found = divisors(sizes)
+    multiple = row_multiple(sizes)
+    filled, kept = aligned_rows(rows, multiple), aligned_rows(rows, multiple, "delete")
     return [
-        PlanRow(
-            "rows of one log-prob pass over all ranks",
-            dp * trainer.log_prob_micro_batch_rows,
-            f"parallel.dp {dp} x trainer.log_prob_micro_batch_rows {trainer.log_prob_micro_batch_rows}",
-        ),
-        PlanRow(
-            "rows of one training pass over all ranks",
-            dp * trainer.micro_batch_rows,
-            f"parallel.dp {dp} x trainer.micro_batch_rows {trainer.micro_batch_rows}",
-        ),
-        PlanRow("rows of one mini-batch", trainer.mini_batch_rows, "trainer.mini_batch_rows, all ranks together"),
+        *found,
+        PlanRow("multiple", multiple, _lcm_of(found)),
+        PlanRow("rows", rows, "as the episodes had steps"),
+        PlanRow("aligned rows", filled, f"{filled - rows} added by pad (weightless) or copy; delete leaves {kept}"),
+        PlanRow("rows of one rank", filled // sizes.dp, f"{filled} / dp {sizes.dp}"),
     ]
+
+
+def schedule_problems(sizes: ScheduleSizes, names: Mapping[str, str] | None = None) -> list[str]:
+    """Sentences (value, rule, fix) for sizes that cannot work together, whatever the number of rows."""
+    named = names or {}
+    problems = []
+    group = sizes.interleaved_group
+    if group is not None and sizes.vpp > 1 and group < sizes.pp:
+        problems.append(
+            f"interleaved_group={group} is below pp={sizes.pp}: a chunk's next micro-batch would wait for one that has "
+            f"not come round; use {sizes.pp} or more"
+        )
+    mini = sizes.mini_batch_rows
+    for field, value in (("actor_rows", sizes.actor_rows), ("critic_rows", sizes.critic_rows)):
+        if mini is None or value is None:
+            continue
+        unit = sizes.dp * value * sizes.micro_batch_multiple
+        if mini % unit:
+            interleaved = f" x interleaved group {sizes.micro_batch_multiple}" if sizes.micro_batch_multiple > 1 else ""
+            problems.append(
+                f"{named.get('mini_batch_rows', 'mini_batch_rows')}={mini} is not a multiple of {unit} "
+                f"({named.get('dp', 'dp')} {sizes.dp} x {named.get(field, field)} {value}{interleaved}), so the ranks "
+                f"cannot share it in whole micro-batches; use {_multiples_near(mini, unit)}"
+            )
+    return problems
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of a configuration
+# ---------------------------------------------------------------------------------------------------------------------
+
+_KEYS = {
+    "dp": "parallel.dp",
+    "log_prob_rows": "trainer.log_prob_micro_batch_rows",
+    "reference_rows": "trainer.log_prob_micro_batch_rows",
+    "actor_rows": "trainer.micro_batch_rows",
+    "mini_batch_rows": "trainer.mini_batch_rows",
+}
+
+
+def sizes_of(parallel: ParallelConfig, trainer: TrainerConfig) -> ScheduleSizes:
+    """The sizes of a configuration; actor and reference compute log-probs in the same micro-batches."""
+    return ScheduleSizes(
+        dp=parallel.dp,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        log_prob_rows=trainer.log_prob_micro_batch_rows,
+        reference_rows=trainer.log_prob_micro_batch_rows,
+        actor_rows=trainer.micro_batch_rows,
+        mini_batch_rows=trainer.mini_batch_rows,
+    )
 
 
 def schedule_multiple(parallel: ParallelConfig, trainer: TrainerConfig) -> int:
     """The rows of an aligned batch are a multiple of this: whole micro-batches on every rank, whole mini-batches."""
-    return lcm(*(divisor.value for divisor in schedule_divisors(parallel, trainer)))
+    return row_multiple(sizes_of(parallel, trainer))
 
 
 def batch_plan(config: Config) -> list[PlanRow]:
@@ -51,9 +171,10 @@ def batch_plan(config: Config) -> list[PlanRow]:
     parallel, trainer, env, rollout = config.parallel, config.trainer, config.env, config.rollout
     episodes = trainer.tasks_per_iteration * env.rollout.n
     most = episodes * env.max_steps
-    divisors = schedule_divisors(parallel, trainer)
+    found = divisors(sizes_of(parallel, trainer), _KEYS)
     multiple = schedule_multiple(parallel, trainer)
-    aligned = -(-most // multiple) * multiple
+    mode = config.algo.adjust
+    aligned = aligned_rows(most, multiple, mode)
     mini_batches = aligned // trainer.mini_batch_rows
     mini_batch_rank_rows = trainer.mini_batch_rows // parallel.dp
     row_tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -62,9 +183,9 @@ def batch_plan(config: Config) -> list[PlanRow]:
         PlanRow("episodes an iteration", episodes, f"x env.rollout.n {env.rollout.n}"),
         PlanRow("rows an iteration, at least", episodes, "every episode has a step"),
         PlanRow("rows an iteration, at most", most, f"{episodes} episodes x env.max_steps {env.max_steps}"),
-        *divisors,
-        PlanRow("multiple", multiple, "least common multiple of " + ", ".join(str(row.value) for row in divisors)),
-        PlanRow("aligned rows, at most", aligned, f"{most} rows filled up to a multiple of {multiple}"),
+        *found,
+        PlanRow("multiple", multiple, _lcm_of(found)),
+        PlanRow("aligned rows, at most", aligned, f"{most} rows, {_ADJUSTED[mode]} a multiple of {multiple}"),
         PlanRow("rows of one rank, at most", aligned // parallel.dp, f"{aligned} / parallel.dp {parallel.dp}"),
         PlanRow("mini-batches an iteration, at most", mini_batches, f"{aligned} / {trainer.mini_batch_rows} rows"),
         PlanRow(
@@ -79,7 +200,7 @@ def batch_plan(config: Config) -> list[PlanRow]:
         ),
         PlanRow(
             "log-prob micro-batches of one rank, at most",
-            aligned // divisors[0].value,
+            aligned // parallel.dp // trainer.log_prob_micro_batch_rows,
             f"{aligned // parallel.dp} rows / trainer.log_prob_micro_batch_rows {trainer.log_prob_micro_batch_rows}",
         ),
         PlanRow(
@@ -119,13 +240,7 @@ def batch_problems(config: Config) -> list[str]:
             f"env.rollout.n={config.env.rollout.n}: advantages compare the episodes of a task, so a group needs at "
             "least 2; use env.rollout.n=8"
         )
-    pass_rows = parallel.dp * trainer.micro_batch_rows
-    if trainer.mini_batch_rows % pass_rows:
-        problems.append(
-            f"trainer.mini_batch_rows={trainer.mini_batch_rows} is not a multiple of {pass_rows} (parallel.dp "
-            f"{parallel.dp} x trainer.micro_batch_rows {trainer.micro_batch_rows}), so the ranks cannot share it in "
-            f"whole micro-batches; use {_multiples_near(trainer.mini_batch_rows, pass_rows)}"
-        )
+    problems.extend(schedule_problems(sizes_of(parallel, trainer), _KEYS))
     problems.extend(_iteration_problems(config))
     return problems
 
@@ -176,6 +291,13 @@ def _sizes(config: Config) -> dict[str, int]:
         "trainer.log_prob_micro_batch_rows": config.trainer.log_prob_micro_batch_rows,
         "trainer.epochs": config.trainer.epochs,
     }
+
+
+_ADJUSTED = {"pad": "filled up with weightless rows to", "copy": "filled up with copies to", "delete": "cut down to"}
+
+
+def _lcm_of(found: Sequence[PlanRow]) -> str:
+    return "least common multiple of " + ", ".join(str(row.value) for row in found)
 
 
 def _multiples_near(value: int, unit: int) -> str:

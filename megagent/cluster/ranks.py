@@ -96,6 +96,16 @@ class RankGroup:
         """One PPO update over all mini-batches of `rows`; its metrics, the same on every rank."""
         return next(answer for answer in self._call_on_rows("update", rows) if answer)
 
+    def values(self, rows: StepBatch) -> Jagged:
+        """The critic's value of every response token: Jagged over responses."""
+        answers = self._call_on_rows("values", rows)
+        by_replica = {self.replica_of(rank): answer for rank, answer in enumerate(answers) if answer is not None}
+        return Jagged.concat([by_replica[replica] for replica in range(self.config.parallel.dp)])
+
+    def update_critic(self, rows: StepBatch) -> dict[str, float]:
+        """One update of the critic over all mini-batches of `rows`; its metrics, the same on every rank."""
+        return next(answer for answer in self._call_on_rows("update_critic", rows) if answer)
+
     def supervised_update(self, rows: StepBatch) -> dict[str, float]:
         """One optimizer step of the weighted next-token loss."""
         return next(answer for answer in self._call_on_rows("supervised_update", rows) if answer)

@@ -8,13 +8,8 @@ from rich.table import Table
 from megagent.algos.schedule import batch_plan
 from megagent.config import Config
 from megagent.model_source import hf_config_of
-from megagent.parallel.models import family_of
-
-
-def _stage_layers(layers: int, first: int | None, pp: int) -> tuple[str, str]:
-    if first is None:
-        return f"{layers // pp} layers", f"{layers} layers / pp {pp}"
-    return f"{first} or {layers // pp} layers", f"{layers} layers / pp {pp}; the first stage takes what is left over"
+from megagent.parallel.degrees import Degrees, degrees_of
+from megagent.parallel.models import Architecture, architecture_of
 
 
 def print_plan(config: Config, console: Console | None = None) -> None:
@@ -31,31 +26,30 @@ def print_plan(config: Config, console: Console | None = None) -> None:
 def layout(config: Config) -> list[tuple[str, str, str]]:
     """(what, value, how) of the layout of model, ranks and engines."""
     parallel, rollout, cluster = config.parallel, config.rollout, config.cluster
-    hf_config = hf_config_of(config.model.path)
-    family = family_of(hf_config)
-    sizes = family.sizes(hf_config)
-    tp, pp = parallel.tp, parallel.pp
-    kv_heads = f"{sizes.kv_heads // tp} of {sizes.kv_heads}" if sizes.kv_heads >= tp else "a part of one"
-    heads = f"{sizes.heads // tp} of {sizes.heads} query heads, {kv_heads} key/value heads"
-    share = f"{heads}, {sizes.ffn // tp} of {sizes.ffn} feed-forward columns"
-    world = parallel.world
+    model, degrees = architecture_of(hf_config_of(config.model.path)), degrees_of(parallel)
+    tp, vocab = degrees.tp, model.padded_vocab(degrees.tp)
+    ranks = f"tp {tp} x pp {degrees.pp} x dp {degrees.dp}"
+    kv_heads = f"{model.kv_heads // tp} of {model.kv_heads}" if model.kv_heads >= tp else "a part of one"
+    heads = f"{model.heads // tp} of {model.heads} query heads, {kv_heads} key/value heads"
+    columns = "" if model.experts else f", {model.ffn // tp} of {model.ffn} feed-forward columns"
     rows = [
-        ("model", config.model.path, f"{family.name}, {sizes.layers} layers x {sizes.hidden}, {config.model.dtype}"),
-        ("training ranks", f"{world}", f"tp {tp} x pp {pp} x dp {parallel.dp}"),
-        ("of a tp rank", f"1/{tp} of a layer", share),
-        ("of a pp stage", *_stage_layers(sizes.layers, family.first_stage_layers(hf_config, pp), pp)),
-        (
-            "vocabulary of a tp rank",
-            f"{family.padded_vocab(hf_config, tp) // tp}",
-            f"{sizes.vocab} entries, {family.padded_vocab(hf_config, tp) - sizes.vocab} of padding",
-        ),
+        ("model", config.model.path, f"{model.family}, {model.layers} layers x {model.hidden}, {config.model.dtype}"),
+        ("training ranks", f"{degrees.world}", ranks + (", sequence parallel" if degrees.sequence_parallel else "")),
+        ("of a tp rank", f"1/{tp} of a layer", heads + columns),
+        ("of a pp stage", *_stage_layers(model, degrees)),
+        *_experts(model, degrees),
+        ("vocabulary of a tp rank", f"{vocab // tp}", f"{model.vocab} entries, {vocab - model.vocab} of padding"),
         ("rollout engines", f"{rollout.engines}", f"vLLM, tp {rollout.tp} each"),
         ("environment workers", *_workers(config)),
     ]
     if cluster.platform == "cuda":
         gpus = cluster.nodes * cluster.gpus_per_node
         rows.append(
-            ("GPUs", f"{world} of {gpus}", f"nodes {cluster.nodes} x {cluster.gpus_per_node} each; engines share them")
+            (
+                "GPUs",
+                f"{degrees.world} of {gpus}",
+                f"nodes {cluster.nodes} x {cluster.gpus_per_node} each; engines share them",
+            )
         )
     else:
         rows.append(("platform", cluster.platform, f"threads of a rank or engine worker: {cluster.threads}"))
@@ -65,6 +59,25 @@ def layout(config: Config) -> list[tuple[str, str, str]]:
 def _workers(config: Config) -> tuple[str, str]:
     workers = config.env.workers
     return (f"{workers}", "Ray actors") if workers else ("by cores", "Ray actors: a node's cores but one, at most 16")
+
+
+def _stage_layers(model: Architecture, degrees: Degrees) -> tuple[str, str]:
+    """(value, how) of the layers of a pipeline stage."""
+    counts = [0] * degrees.pp
+    for chunk in model.stages(degrees):
+        counts[chunk.pp_rank] += len(chunk.layers)
+    value = " or ".join(str(count) for count in sorted(set(counts)))
+    chunks = f" x vpp {degrees.vpp}" if degrees.vpp > 1 else ""
+    left_over = "; those left over go to the middle" if model.layers % (degrees.pp * degrees.vpp) else ""
+    return f"{value} layers", f"{model.layers} layers / pp {degrees.pp}{chunks}{left_over}"
+
+
+def _experts(model: Architecture, degrees: Degrees) -> list[tuple[str, str, str]]:
+    if model.experts is None:
+        return []
+    count, ffn, etp = model.experts.count, model.experts.ffn, degrees.expert_tp
+    how = f"{count} experts / ep {degrees.ep}, {ffn // etp} of {ffn} columns of each (etp {etp})"
+    return [("experts of a rank", f"{count // degrees.ep}", how)]
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, str, str]]) -> Table:

@@ -58,6 +58,7 @@ class RunFolder:
         tensorboard/    the same, as curves
         checkpoints/    what a resume needs
         export/         the trained model as a Hugging Face folder
+        exports/        the same of iterations on the way, where trainer.export_freq asks for them
         episodes/       recorded validation episodes, one JSON file line an episode
 
     Held by one process: an flock on `.lock` lasts until `close` or the end of the process, however that comes.
@@ -125,6 +126,9 @@ class RunFolder:
     @property
     def export(self) -> Path:
         return self.root / "export"
+
+    def export_of(self, iteration: int) -> Path:
+        return self.root / "exports" / f"iteration_{iteration:07d}"
 
     @property
     def episodes(self) -> Path:

@@ -1,6 +1,6 @@
 """Hugging Face folders in and out: every rank reads its own boxes; full tensors are gathered one at a time.
 
-All of it follows from the family's boxes. This file only moves bytes: it knows no tensor by name.
+All of it follows from the architecture's boxes. This file only moves bytes: it knows no tensor by name.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megagent.errors import MegagentError
-from megagent.parallel.models.family import Family, LocalTensor, Shape
+from megagent.parallel import platform
+from megagent.parallel.degrees import Degrees, Place
+from megagent.parallel.model import Stage
+from megagent.parallel.models import Architecture
+from megagent.parallel.models.architecture import split_name
+from megagent.parallel.reshard.boxes import Shape
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -29,88 +33,80 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 # What belongs to a model besides its weights and config.json: tokenizer, generation settings, templates, licence.
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 _SHARD_BYTES = 4 << 30
+_OUTPUT = "output_layer."
 
 
-def load_hf(
-    model_chunks: Sequence[nn.Module], family: Family, hf_config: Mapping[str, Any], folder: str | Path
-) -> None:
+def load_hf(stage: Stage, folder: str | Path) -> None:
     """Fill this rank's parameters, cast to their dtype, from the safetensors files of a Hugging Face folder.
 
     Each rank checks the headers of all files and reads only what it holds; padding becomes zeros. Not collective. Do it
     before the optimizer is made, which copies the weights. Raises MegagentError, before any parameter changes, that
     lists every missing, unexpected and misshapen tensor of the files and every parameter that the family does not know.
     """
-    parameters = named_parameters(model_chunks, family, hf_config)
-    tp, rank = _tensor_ranks()
+    parameters = stage_parameters(stage)
     with _Weights(folder) as weights:
-        weights.check(family, hf_config)
+        weights.check(stage.architecture)
         for name, parameter in parameters.items():
-            tensor = family.local(hf_config, name, rank, tp)
+            tensor = stage.architecture.local(name, stage.degrees, stage.place)
             for box in tensor.boxes:
                 parameter.data[box.local_slices].copy_(weights.read(box.hf, box.hf_slices))
             for region in tensor.padding:
                 parameter.data[region.slices].zero_()
 
 
-def gather_hf(
-    model_chunks: Sequence[nn.Module], family: Family, hf_config: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
+def gather_hf(stage: Stage) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor as (name, full tensor) on global rank 0, and nothing elsewhere.
 
-    Collective over the tensor- and pipeline-parallel ranks of the first data-parallel replica: all of them must run the
-    iterator to its end. Tensors have the parameters' dtype and device and are the caller's own. Rank 0 holds one
-    Megatron tensor's worth of them at a time. Raises MegagentError if the model's parameters are not the family's.
+    Collective: all ranks must run the iterator to its end. Tensors have the parameters' dtype and device and are the
+    caller's own. Rank 0 holds one Megatron tensor's worth of them at a time. Raises MegagentError if the model's
+    parameters are not the architecture's.
     """
-    parameters = named_parameters(model_chunks, family, hf_config)
-    if _replica() != 0:
-        return
-    tp, tp_rank = _tensor_ranks()
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    stage_of = _stage_of(parameters, family, hf_config)
-    dtype, device = _dtype_and_device(parameters)
-    full_shapes = family.hf_shapes(hf_config)
-    pp_group = parallel_state.get_pipeline_model_parallel_group()
-    for name in family.megatron_names(hf_config):
-        layouts = [family.local(hf_config, name, rank, tp) for rank in range(tp)]
-        shapes = {box.hf: full_shapes[box.hf] for layout in layouts for box in layout.boxes}
-        full: dict[str, Tensor] = {}
-        if stage == stage_of[name]:
-            full = _assemble(parameters[name].detach(), layouts, shapes)
-        if tp_rank != 0:
+    parameters = stage_parameters(stage)
+    shapes = stage.architecture.hf_shapes()
+    example = next(iter(parameters.values())).detach()
+    for name, holders in _holders(stage.architecture, stage.degrees):
+        here = stage.place.rank
+        if here != 0 and here not in holders:
             continue
-        if stage == stage_of[name] != 0:
-            for tensor in full.values():
-                dist.send(tensor, group=pp_group, group_dst=0)
-        elif stage == 0 != stage_of[name]:
-            for hf_name, shape in shapes.items():
-                full[hf_name] = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(full[hf_name], group=pp_group, group_src=stage_of[name])
-        if stage == 0:
-            yield from full.items()
+        layouts = {rank: stage.architecture.local(name, stage.degrees, stage.degrees.place(rank)) for rank in holders}
+        if all(layout.boxes == layouts[holders[0]].boxes for layout in layouts.values()):
+            layouts = {holders[0]: layouts[holders[0]]}  # all hold the same
+        if here != 0:
+            if here in layouts:
+                dist.send(parameters[name].detach().contiguous(), dst=0)
+            continue
+        full: dict[str, Tensor] = {}
+        for rank, layout in layouts.items():
+            part = parameters[name].detach() if rank == here else example.new_empty(layout.shape)
+            if rank != here:
+                dist.recv(part, src=rank)
+            for box in layout.boxes:
+                if box.hf not in full:
+                    full[box.hf] = example.new_empty(shapes[box.hf])
+                full[box.hf][box.hf_slices].copy_(part[box.local_slices])
+        yield from full.items()
 
 
 def export_hf(
-    model_chunks: Sequence[nn.Module],
-    family: Family,
-    hf_config: Mapping[str, Any],
+    stage: Stage,
     folder: str | Path,
+    hf_config: Mapping[str, Any],
     source_folder: str | Path,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face folder that transformers and vLLM load: weights, config.json, tokenizer and the like.
 
-    source_folder: where config.json's companions are copied from; more than shard_bytes of weights become several files
-    with an index. Collective as `gather_hf`; global rank 0 writes, beside the folder, and renames it when all is
-    written: the folder is complete when rank 0 returns. Raises MegagentError if the folder exists and is not empty.
+    hf_config: written with the weights' dtype; source_folder: where its companions are copied from; more than
+    shard_bytes of weights become several files with an index. Collective; global rank 0 writes, beside the folder, and
+    renames it when all is written: the folder is complete when rank 0 returns. Raises MegagentError on every rank if
+    the folder exists and is not empty.
     """
     folder = Path(folder)
-    if _replica() != 0:
-        # Not even a look at the folder: rank 0, which does not wait for this replica, may have written it already.
-        return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    writes = stage.place.rank == 0
+    if _any_rank(writes and folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise MegagentError(f"{folder} exists already; choose another folder for the model or remove it")
-    tensors = gather_hf(model_chunks, family, hf_config)
-    if dist.get_rank() != 0:
+    tensors = gather_hf(stage)
+    if not writes:
         for _ in tensors:
             pass
         return
@@ -118,8 +114,8 @@ def export_hf(
     if partial.exists():  # of a run that was killed while it wrote
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    dtype, _ = _dtype_and_device(named_parameters(model_chunks, family, hf_config))
-    _write_weights(partial, tensors, family.hf_shapes(hf_config), dtype, shard_bytes)
+    dtype = next(stage.parameters()).dtype
+    _write_weights(partial, tensors, stage.architecture.hf_shapes(), dtype, shard_bytes)
     for path in (path for pattern in _SIDE_FILES for path in Path(source_folder).glob(pattern)):
         if path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, partial / path.name)
@@ -129,45 +125,79 @@ def export_hf(
     os.replace(partial, folder)
 
 
-def named_parameters(
-    model_chunks: Sequence[nn.Module], family: Family, hf_config: Mapping[str, Any]
-) -> dict[str, nn.Parameter]:
-    """This rank's parameters by canonical name with the global layer number, whatever wraps the chunks.
+def stage_parameters(stage: Stage) -> dict[str, nn.Parameter]:
+    """See named_parameters. Without the head of a value model, which no Hugging Face folder has."""
+    return named_parameters(stage.chunks, stage.architecture, stage.degrees, stage.place, output=not stage.values)
 
-    Raises MegagentError that lists every parameter that the family does not know, lacks or shapes differently.
+
+def named_parameters(
+    chunks: Sequence[nn.Module], architecture: Architecture, degrees: Degrees, place: Place, output: bool = True
+) -> dict[str, nn.Parameter]:
+    """A rank's parameters by canonical name, with the global numbers of layers and experts.
+
+    chunks: its GPTModels, in the order of the pipeline; output: whether the output layer is the architecture's, else it
+    is left out. Raises MegagentError that lists every parameter that the architecture does not know, lacks or shapes
+    differently.
     """
-    tp, rank = _tensor_ranks()
     found: dict[str, nn.Parameter] = {}
     expected: list[str] = []
     problems: list[str] = []
-    for wrapped in model_chunks:
-        chunk: Any = wrapped
-        while hasattr(chunk, "module"):  # DistributedDataParallel, Float16Module
-            chunk = chunk.module
-        # The one place where Megatron's stage-local position of a layer becomes its global number, which starts at 1.
-        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-        expected += family.stage_names(hf_config, numbers, chunk.pre_process, chunk.post_process)
-        for local_name, parameter in chunk.named_parameters():
-            name = _global_name(local_name, numbers)
-            canonical = family.canonical(name)
-            if canonical is None:
-                problems.append(f"unexpected {name} {list(parameter.shape)}")
+    experts = architecture.experts_of(degrees, place)
+    planned = [chunk for chunk in architecture.stages(degrees) if chunk.pp_rank == place.pp_rank]
+    for chunk, model in zip(planned, chunks, strict=True):
+        expected += architecture.chunk_names(chunk, experts)
+        # The one place where Megatron's local numbers become global ones; its global number of a layer starts at 1.
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for local_name, parameter in model.named_parameters():
+            if not output and local_name.startswith(_OUTPUT):
+                continue
+            name = architecture.canonical(local_name, layers, experts.start)
+            if name is None:
+                problems.append(f"unexpected {local_name} {list(parameter.shape)} among layers {layers}")
             else:
-                found[canonical] = parameter
+                found[name] = parameter
     for name in expected:
+        if not output and name.startswith(_OUTPUT):
+            continue
         if name not in found:
             problems.append(f"missing {name}")
             continue
-        shape = family.local(hf_config, name, rank, tp).shape
+        shape = architecture.local(name, degrees, place).shape
         if tuple(found[name].shape) != shape:
             problems.append(f"{name} is {list(found[name].shape)} and should be {list(shape)}")
-    problems += [f"unexpected {name} on this stage" for name in found if name not in set(expected)]
+    problems += [f"unexpected {name} on this stage" for name in found.keys() - set(expected)]
     if problems:
         raise MegagentError(
-            f"the Megatron model is not the {family.name} model that its config describes; build it with the family's "
-            "transformer_kwargs and gpt_kwargs:" + "".join(f"\n  {problem}" for problem in problems)
+            f"the Megatron model is not the {architecture.family} model that its config describes; build it with the "
+            "architecture's transformer_kwargs and gpt_kwargs:" + "".join(f"\n  {problem}" for problem in problems)
         )
     return found
+
+
+def _holders(architecture: Architecture, degrees: Degrees) -> Iterator[tuple[str, list[int]]]:
+    """(name, ranks of the first replica that hold a part) of every Megatron tensor of the model, in its order."""
+    dense: dict[int, list[int]] = {}
+    of_expert: dict[tuple[int, int], list[int]] = {}  # (stage, expert) -> ranks
+    for place in degrees.places():
+        if place.dp_rank == 0:
+            dense.setdefault(place.pp_rank, []).append(place.rank)
+        if place.edp_rank == 0:
+            for expert in architecture.experts_of(degrees, place):
+                of_expert.setdefault((place.pp_rank, expert), []).append(place.rank)
+    names = set(architecture.megatron_names())  # without the copy of a tied embedding
+    for chunk in architecture.stages(degrees):
+        for name in architecture.chunk_names(chunk):
+            template, _, expert = split_name(name)
+            if name in names:
+                is_expert = architecture.row(template).of_experts
+                yield name, of_expert[chunk.pp_rank, expert] if is_expert else dense[chunk.pp_rank]
+
+
+def _any_rank(fault: bool) -> bool:
+    """Whether it is so on any rank. Collective."""
+    found = torch.tensor([int(fault)], device=platform.current().device)
+    dist.all_reduce(found)
+    return bool(found.item())
 
 
 class _Weights:
@@ -213,10 +243,10 @@ class _Weights:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise MegagentError(f"{index} is not an index of safetensors files; download or copy it again") from None
 
-    def check(self, family: Family, hf_config: Mapping[str, Any]) -> None:
+    def check(self, architecture: Architecture) -> None:
         """Raises MegagentError with every difference between the files' tensors and those of the config's model."""
-        expected = family.hf_shapes(hf_config)
-        tied = family.tied_hf_names(hf_config)
+        expected = architecture.hf_shapes()
+        tied = architecture.tied_hf_names()
         problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in self._file_of]
         for name in self._file_of:
             part = self._files[self._file_of[name]].get_slice(name)
@@ -237,11 +267,11 @@ class _Weights:
             ]
         if problems:
             raise MegagentError(
-                f"{self.folder}: the weights are not those of the {family.name} model in config.json; take both from "
-                "one model:" + "".join(f"\n  {problem}" for problem in problems)
+                f"{self.folder}: the weights are not those of the {architecture.family} model in config.json; take "
+                "both from one model:" + "".join(f"\n  {problem}" for problem in problems)
             )
 
-    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+    def read(self, name: str, slices: tuple[int | slice, ...]) -> Tensor:
         """A part of a tensor, in the file's dtype, on the CPU."""
         return self._files[self._file_of[name]].get_slice(name)[slices]
 
@@ -284,60 +314,3 @@ def _write_weights(
             "weight_map": {name: files[number] for name, number in shard_of.items()},
         }
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _assemble(shard: Tensor, layouts: Sequence[LocalTensor], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Full Hugging Face tensors on tensor-parallel rank 0, nothing elsewhere. Collective over its group."""
-    if all(layout.boxes == layouts[0].boxes for layout in layouts):
-        shards = [shard] if parallel_state.get_tensor_model_parallel_rank() == 0 else []  # every rank holds the same
-    else:
-        group = parallel_state.get_tensor_model_parallel_group()
-        shards = [torch.empty_like(shard) for _ in layouts] if group.rank() == 0 else []
-        dist.gather(shard.contiguous(), shards or None, group=group, group_dst=0)
-    if not shards:
-        return {}
-    full = {name: shard.new_empty(shape) for name, shape in shapes.items()}
-    for part, layout in zip(shards, layouts, strict=False):
-        for box in layout.boxes:
-            full[box.hf][box.hf_slices].copy_(part[box.local_slices])
-    return full
-
-
-def _stage_of(parameters: Mapping[str, Tensor], family: Family, hf_config: Mapping[str, Any]) -> dict[str, int]:
-    """Pipeline stage of every Megatron tensor of the model. Collective over the pipeline stages."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    held: list[Any] = [None] * group.size()
-    if group.size() == 1:
-        held = [list(parameters)]
-    else:
-        dist.all_gather_object(held, list(parameters), group=group)
-    stage_of = {name: stage for stage, names in enumerate(held) for name in names}
-    missing = [name for name in family.megatron_names(hf_config) if name not in stage_of]
-    if missing:
-        raise MegagentError(
-            f"no pipeline stage holds {', '.join(missing)}; build the stages from the config that is exported"
-        )
-    return stage_of
-
-
-def _global_name(local_name: str, numbers: Sequence[int]) -> str:
-    prefix = "decoder.layers."
-    if not local_name.startswith(prefix):
-        return local_name
-    position, rest = local_name.removeprefix(prefix).split(".", 1)
-    return f"{prefix}{numbers[int(position)]}.{rest}"
-
-
-def _replica() -> int:
-    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
-
-
-def _tensor_ranks() -> tuple[int, int]:
-    """(number of tensor-parallel ranks, this one)."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    return group.size(), group.rank()
-
-
-def _dtype_and_device(parameters: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
-    one = next(iter(parameters.values()))
-    return one.dtype, one.device

@@ -1,4 +1,4 @@
-"""Megatron's distributed AdamW and its learning-rate schedule."""
+"""Megatron's AdamW, distributed or not, and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megagent.config import Config
 from megagent.parallel.model import Stage
 
-Task = Literal["rl", "sft"]
+Task = Literal["rl", "sft", "critic"]
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,24 @@ class Optimizer:
         The norm may be NaN or infinite; the caller must look. Collective over all ranks.
         """
         _, grad_norm, _ = self.megatron.step()
+        # Not distributed, the optimizer leaves each parameter's gradient where autograd would add the next to it, and
+        # Megatron's hook then adds the sum to itself: from the second step on, gradients would be doubled.
+        self.megatron.zero_grad()
         return float(grad_norm)
 
     def advance(self) -> None:
-        """To be called after every unit of the schedule: an iteration in rl, an optimizer step in sft."""
+        """To be called after every unit of the schedule: an iteration in rl and critic, an optimizer step in sft."""
         self.schedule.step(1)
 
 
 def build(config: Config, stage: Stage, task: Task) -> Optimizer:
     """AdamW over this rank's parameters; biases and norms are not decayed (Megatron's rule).
 
-    task: rl takes the rate and decay of config.trainer, counted in iterations; sft those of config.sft, to 0 by a
-    cosine, counted in optimizer steps.
+    task: rl takes the rate and decay of config.trainer, counted in iterations, critic the same with a rate of its own;
+    sft takes those of config.sft, to 0 by a cosine, counted in optimizer steps.
     """
     trainer = config.trainer
-    lr = trainer.lr if task == "rl" else config.sft.lr
+    lr = {"rl": trainer.lr, "critic": config.critic.lr, "sft": config.sft.lr}[task]
     megatron = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -59,16 +62,16 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
             clip_grad=trainer.clip_grad,
             bf16=stage.transformer.bf16,
             params_dtype=stage.transformer.params_dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=config.parallel.distributed_optimizer,
         ),
         stage.wrapped,
         use_gloo_process_groups=False,
     )
     _allocate_moments(megatron)
     warmup, length = (
-        (trainer.lr_warmup_iterations, trainer.iterations)
-        if task == "rl"
-        else (config.sft.warmup_steps, config.sft.steps)
+        (config.sft.warmup_steps, config.sft.steps)
+        if task == "sft"
+        else (trainer.lr_warmup_iterations, trainer.iterations)
     )
     length = max(length, warmup + 1)
     schedule = OptimizerParamScheduler(
@@ -79,7 +82,7 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
         min_lr=0.0,
         lr_warmup_steps=warmup,
         lr_decay_steps=length,
-        lr_decay_style=trainer.lr_decay if task == "rl" else "cosine",
+        lr_decay_style="cosine" if task == "sft" else trainer.lr_decay,
         start_wd=trainer.weight_decay,
         end_wd=trainer.weight_decay,
         wd_incr_steps=length,

@@ -1,14 +1,11 @@
 """What runs the tensors: CUDA with NCCL, or CPU with Gloo. The only file that knows about the difference.
 
-Megatron-Core assumes CUDA in about fifty places. On CPU its modules are given a view of `torch` in which exactly what
-is missing has a substitute; the rest of the process keeps the real torch. `install()` must run before the first
-import of megatron. Differences between the supported Megatron-Core versions (0.16, 0.19) are settled here too.
+`install()` must run before the first import of megatron, whose modules are adjusted as they are imported: for the CPU
+(platform_cpu.py has the substitutes), and where the supported Megatron-Core versions (0.16, 0.19) differ or err.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -18,7 +15,7 @@ import queue
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megagent.errors import ConfigError
+from megagent.parallel import platform_cpu
 
 _MEGATRON = "megatron.core"
 _CPU = torch.device("cpu")
@@ -61,12 +59,10 @@ class Kernels:
 
     spec: str  # transformer_engine | local
     grad_accumulation: bool
-    norm: str  # apex | torch, where the local spec is used
 
     def describe(self) -> str:
         fused = "fused weight gradients" if self.grad_accumulation else "plain weight gradients"
-        norm = "" if self.spec == "transformer_engine" else f", {self.norm} norms"
-        return f"{self.spec.replace('_', ' ')} layers{norm}, {fused}"
+        return f"{self.spec.replace('_', ' ')} layers, {fused}"
 
 
 _installed: Platform | None = None
@@ -92,14 +88,15 @@ def install(kind: str = "auto", threads: int = 1, local_rank: int = 0) -> Platfo
         return _installed
     kind = resolve(kind)
     _quieten()
+    # Megatron's overlap of tensor-parallel communication with matmuls relies on a single hardware queue, and asks for
+    # it even where there is none.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if kind == "cpu":
-        _substitute_on_tensors()
-    _adjust_megatron(_torch_view() if kind == "cpu" else torch)
+        platform_cpu.substitute_on_tensors()
+    _adjust_megatron(platform_cpu.torch_view() if kind == "cpu" else torch)
     if kind == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        # Megatron's overlap of tensor-parallel communication with matmuls relies on a single hardware queue.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         _installed = Platform("cuda", "nccl", device)
         return _installed
     torch.set_num_threads(max(1, threads))
@@ -117,13 +114,9 @@ def current() -> Platform:
 def kernels(kind: str) -> Kernels:
     """The optional kernels that a platform would use here. Imports nothing of them."""
     if kind != "cuda":
-        return Kernels(spec="local", grad_accumulation=False, norm="torch")
+        return Kernels(spec="local", grad_accumulation=False)
     spec = "transformer_engine" if _has("transformer_engine") else "local"
-    return Kernels(spec=spec, grad_accumulation=_has("fused_weight_gradient_mlp_cuda"), norm=_norm())
-
-
-def _norm() -> str:
-    return "apex" if _has("apex") else "torch"
+    return Kernels(spec=spec, grad_accumulation=_has("fused_weight_gradient_mlp_cuda"))
 
 
 def _has(module: str) -> bool:
@@ -145,6 +138,7 @@ def _quieten() -> None:
         ".*nvidia-modelopt.*",
         ".*Failed to import.*",
         ".*full scope is deprecated.*",
+        ".*Disabling sequence parallel.*",  # within experts of one tensor rank each, as asked
     ):
         warnings.filterwarnings("ignore", message=pattern, module=r"megatron\..*")
     # torch renames what Megatron calls; it warns in its own name.
@@ -214,23 +208,15 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
 
 
 def _adjust(module: types.ModuleType, view: types.ModuleType) -> None:
-    names = vars(module)
     if module.__name__ == "megatron.core.dist_checkpointing.strategies.filesystem_async":
         _write_checkpoints_in_process(module)
     if module.__name__ == "megatron.core.optimizer.distrib_optimizer":
         _load_steps_of_torch_adam(module)
-    if view is torch:
-        return
-    if names.get("torch") is torch:
-        names["torch"] = view
-    if module.__name__ == "megatron.core.jit":
-        # torch.compile as Megatron's fuser costs a C++ compilation per process and gains nothing on tiny models. The
-        # fused modules decorate at import, so it is switched off before any of them can be imported.
-        module.disable_jit_fuser()
-    if module.__name__ == "megatron.core.tensor_parallel.random":
-        # Written against the CUDA generators' internals. On CPU both kinds of state are the one generator's.
-        names["_get_cuda_rng_state"] = _get_rng_state
-        names["_set_cuda_rng_state"] = _set_rng_state
+        _keep_padding_between_buckets(module)
+    if module.__name__ == "megatron.core.transformer.moe.moe_utils" and not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None  # 0.16 asks whether it is None, and forgets to say so without Transformer Engine
+    if view is not torch:
+        platform_cpu.adjust(module, view)
 
 
 def _write_checkpoints_in_process(module: types.ModuleType) -> None:
@@ -285,137 +271,31 @@ def _load_steps_of_torch_adam(module: types.ModuleType) -> None:
     module.DistributedOptimizer._set_main_param_and_optimizer_states = load_with_step
 
 
-# --- CPU --------------------------------------------------------------------------------------------------------------
+def _keep_padding_between_buckets(module: types.ModuleType) -> None:
+    """The optimizer's state, gathered to be stored by parameter, laid out as the places of the parameters assume.
+
+    A buffer may have several buckets (a tied embedding has its own), each padded at its end. Megatron gathers them
+    without the padding, and then looks for every parameter where it is with it: all after the first would be shifted.
+    """
+    gather = module.DistributedOptimizer.get_parameter_state_dp_zero
+
+    def gather_padded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = gather(self, *args, **kwargs)
+        for number, buffer in enumerate(self.buffers):
+            for tensors in (state or {}).get(number, {}).values():
+                for key in [key for key, value in tensors.items() if isinstance(value, Tensor)]:
+                    tensors[key] = _with_padding(tensors[key], buffer)
+        return state
+
+    module.DistributedOptimizer.get_parameter_state_dp_zero = gather_padded
 
 
-def _substitute_on_tensors() -> None:
-    # Tied embeddings over pipeline stages and a few others call .cuda() on tensors that are where they belong.
-    torch.Tensor.cuda = _identity  # type: ignore[method-assign, assignment]
-    # The optimizers sort parameters and check gradients by the NAME of their type, e.g. torch.cuda.FloatTensor.
-    torch.Tensor.type = _type_named_as_cuda(torch.Tensor.type)  # type: ignore[method-assign, assignment]
-
-
-def _identity(self: Tensor, *_: Any, **__: Any) -> Tensor:
-    return self
-
-
-def _type_named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            return original(self).replace("torch.", "torch.cuda.", 1)
-        return original(self, dtype, *args, **kwargs)
-
-    return type_
-
-
-def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: Tensor, device: Any = None, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
-
-
-def _torch_view() -> types.ModuleType:
-    """torch as Megatron shall see it on CPU: the same objects but for the substitutes below."""
-    view = _copy_of(torch)
-    for name in ("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"):
-        setattr(view, name, _made_on_cpu(getattr(torch, name)))
-    for name in ("zeros_like", "ones_like", "empty_like", "full_like"):
-        setattr(view, name, _made_on_cpu(getattr(torch, name)))
-    view.cuda = _cuda_view()  # type: ignore[attr-defined]
-    return view
-
-
-def _copy_of(module: types.ModuleType) -> types.ModuleType:
-    # A copy of the names, not a forwarding object: looking one up then costs what it costs in the real module.
-    view = types.ModuleType(module.__name__, module.__doc__)
-    vars(view).update(vars(module))
-    # torch loads some submodules when they are first asked for.
-    view.__getattr__ = lambda name: getattr(module, name)  # type: ignore[method-assign]
-    return view
-
-
-def _made_on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """device="cuda" in a tensor factory read as cpu."""
-
-    @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Tensor:
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    return make
-
-
-def _cuda_view() -> types.ModuleType:
-    view = _copy_of(torch.cuda)
-    substitutes: dict[str, Any] = {
-        # Used as `device=` everywhere: the CPU device is a valid answer there.
-        "current_device": lambda: _CPU,
-        "set_device": _nothing,
-        # Everything is synchronous.
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
-        "Stream": _Stream,
-        "Event": _Event,
-        "stream": lambda stream: contextlib.nullcontext(),
-        # 0.19 asks for the current stream in its gradient sync, 0.16 for the default one.
-        "current_stream": lambda device=None: _STREAM,
-        "default_stream": lambda device=None: _STREAM,
-        # The RNG tracker: see _get_rng_state.
-        "get_rng_state": _get_rng_state,
-        "set_rng_state": _set_rng_state,
-        "manual_seed": torch.manual_seed,
-        # 0.19 logs memory and capability in places that are reached without a GPU.
-        "get_device_capability": lambda device=None: (0, 0),
-        "is_current_stream_capturing": lambda: False,
-        "nvtx": types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_no_range),
-    }
-    vars(view).update(substitutes)
-    return view
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-@contextlib.contextmanager
-def _no_range(*_: Any, **__: Any) -> Iterator[None]:
-    yield
-
-
-class _Event:
-    """A CUDA event where everything is synchronous: it has always happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    record = wait = synchronize = _nothing
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Any) -> float:
-        return 0.0
-
-
-class _Stream:
-    """A CUDA stream where everything is synchronous: waiting for it is nothing."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    wait_stream = wait_event = synchronize = _nothing
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    def query(self) -> bool:
-        return True
-
-
-_STREAM = _Stream()
+def _with_padding(compact: Tensor, buffer: Any) -> Tensor:
+    padded = compact.new_zeros(buffer.numel)
+    position = 0
+    for bucket in buffer.buckets:
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = compact[
+            position : position + bucket.numel_unpadded
+        ]
+        position += bucket.numel_unpadded
+    return padded

@@ -1,33 +1,25 @@
-"""The policy on one rank: log-probs by teacher forcing, the PPO update and the supervised one.
-
-Losses are sums over tokens divided by a count that all replicas share, so neither the cut into micro-batches nor the
-number of replicas changes a gradient (beyond the order of float sums).
-"""
+"""The policy on one rank: log-probs by teacher forcing, the PPO update and the supervised one."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from megagent.algos.losses import LOSS_METRICS, mean_metrics, ppo_loss
+from megagent.algos.losses import LOSS_METRICS, loss_shares, mean_metrics, policy_loss, with_loss_columns
 from megagent.batch import Jagged, StepBatch
-from megagent.config import Config
+from megagent.config import AlgoConfig, Config
 from megagent.errors import MegagentError
 from megagent.parallel import platform, schedule
-from megagent.parallel.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megagent.parallel.learner import Learner, restored
+from megagent.parallel.log_probs import Scoring
 from megagent.parallel.model import Stage
 from megagent.parallel.optimizer import Optimizer
 from megagent.parallel.schedule import MicroBatch
 from megagent.parallel.topology import Topology
-
-
-class TrainingDivergedError(MegagentError):
-    """A loss or a gradient that is not a number."""
 
 
 class Reference:
@@ -70,17 +62,14 @@ class Reference:
                 parameter.data = data
 
 
-class Policy:
+class Policy(Learner):
     """Actor and reference on this rank. Every method is collective over all ranks."""
 
+    name = "actor"
+
     def __init__(self, config: Config, topology: Topology, stage: Stage, optimizer: Optimizer) -> None:
-        self.config = config
-        self.topology = topology
-        self.stage = stage
-        self.optimizer = optimizer
+        super().__init__(config, topology, stage, optimizer)
         self.reference = Reference(stage.parameters())
-        self.steps = 0  # optimizer steps of this process; errors name them
-        self.updates = 0  # calls of update(); part of a checkpoint, for the order of rows follows from it
 
     # --- log-probs ---------------------------------------------------------------------------------------------------
 
@@ -92,31 +81,17 @@ class Policy:
         """
         sequences = schedule.response_sequences(shard)
         rows = torch.arange(len(sequences))
-        cut = schedule.by_length(sequences, rows, self.config.trainer.log_prob_micro_batch_rows)
+        cut = self._cut(sequences, rows, self.config.trainer.log_prob_micro_batch_rows)
         weights = self.reference.in_place() if model == "reference" else contextlib.nullcontext()
         with weights:
-            results = schedule.run(self.stage, sequences, cut, self._log_probs_of_logits, forward_only=True)
+            scoring = Scoring(self.config.rollout.temperature)
+            results = schedule.run(self.stage, sequences, cut, _log_probs_of, forward_only=True, scoring=scoring)
         if not self.topology.speaks:
             return None
         return {
-            name: _restored([result[name] for result in results], cut, shard["responses"])
+            name: restored([result[name] for result in results], cut, shard["responses"])
             for name in ("log_probs", "entropy")
         }
-
-    def _log_probs_of_logits(self, micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs, entropy = self._predict(micro_batch, logits)
-        return log_probs.sum(), {"log_probs": log_probs, "entropy": entropy}
-
-    def _predict(self, micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [n] of the wanted tokens from logits [n, vocabulary / tp]."""
-        return vocab_parallel_log_probs_and_entropy(
-            logits,
-            micro_batch.targets,
-            self.topology.tp_group,
-            vocab=self.stage.vocab,
-            temperature=self.config.rollout.temperature,
-            consume=True,
-        )
 
     # --- reinforcement learning --------------------------------------------------------------------------------------
 
@@ -124,32 +99,30 @@ class Policy:
         """PPO on the replica's rows: epochs x mini-batches, one optimizer step each.
 
         shard needs prompts, responses, response_mask, old_log_probs, advantages, and ref_log_probs if there is a KL
-        term. Rows are shuffled anew in every epoch, within the replica. Returns means over loss tokens (LOSS_METRICS),
+        term. Rows are shuffled anew in every epoch, within the replica. Returns LOSS_METRICS by algo.aggregation,
         the mean norm of the gradients before clipping and the last learning rate, the same on every rank.
         Raises TrainingDivergedError, on every rank, before weights change if a loss is not finite, and after if only
         a gradient is not.
         """
         trainer, algo = self.config.trainer, self.config.algo
-        columns = ["response_mask", "old_log_probs", "advantages"] + (["ref_log_probs"] if algo.kl_coef else [])
+        shard = with_loss_columns(shard, algo)
+        columns = ["response_mask", "old_log_probs", "advantages", "token_weights", "loss_rows"]
+        columns += ["ref_log_probs"] if algo.kl_coef else []
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
         self.reference.keep()
-        mini_batch_rows = trainer.mini_batch_rows // self.topology.dp
-        mini_batches = [
-            rows
-            for epoch in range(trainer.epochs)
-            for rows in torch.split(self._shuffled(len(sequences), epoch), mini_batch_rows)
-        ]
-        loss_tokens = (shard["response_mask"].values != 0).to(torch.int64)
-        per_row = shard["response_mask"].like(loss_tokens).sums()
-        counts = self.topology.sum_over_replicas([float(per_row[rows].sum()) for rows in mini_batches]).tolist()
+        mini_batches = self._mini_batches(len(sequences))
+        counts = self._counts(loss_shares(shard, algo), mini_batches)
 
         totals = torch.zeros(len(LOSS_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr
+        # Without a coefficient the entropy is a figure to look at and needs no gradient.
+        scoring = Scoring(self.config.rollout.temperature, entropy_gradient=algo.entropy_coef != 0)
         for rows, count in zip(mini_batches, counts, strict=True):
             if count == 0:  # padding rows only: nothing to learn, and Adam's momentum should not move either
                 continue
-            cut = schedule.by_length(sequences, rows, trainer.micro_batch_rows)
-            results = schedule.run(self.stage, sequences, cut, _PpoLoss(self, count), forward_only=False)
+            cut = self._cut(sequences, rows, trainer.micro_batch_rows)
+            loss = _PpoLoss(algo, count)
+            results = schedule.run(self.stage, sequences, cut, loss, forward_only=False, scoring=scoring)
             sums = self._shared_sums(results, (*LOSS_METRICS, "loss"))
             lr = self.optimizer.lr
             norms.append(self._step(float(sums[-1])))
@@ -164,13 +137,6 @@ class Policy:
             "actor/grad_norm": sum(norms) / max(len(norms), 1),
             "actor/lr": lr,
         }
-
-    def _shuffled(self, rows: int, epoch: int) -> Tensor:
-        """A random order of the replica's rows: the same on its tensor and pipeline ranks, and after a resume."""
-        generator = torch.Generator()
-        seed = self.config.trainer.seed * 1_000_003 + self.updates * 1009 + epoch
-        generator.manual_seed(seed * 4096 + self.topology.dp_rank)
-        return torch.randperm(rows, generator=generator)
 
     # --- supervised --------------------------------------------------------------------------------------------------
 
@@ -189,78 +155,34 @@ class Policy:
                 f"the loss weights of the batch sum to {total}; give at least one token a weight above 0"
             )
 
-        def loss(micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            log_probs = vocab_parallel_log_probs(
-                logits, micro_batch.targets, self.topology.tp_group, vocab=self.stage.vocab, consume=True
-            )
-            value = -(log_probs * micro_batch.columns["loss_weights"]).sum() / total
+        def loss(micro_batch: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            value = -(scores[:, 0] * micro_batch.columns["loss_weights"]).sum() / total
             return value, {"loss": value.detach()}
 
-        cut = schedule.by_length(sequences, torch.arange(len(sequences)), self.config.trainer.micro_batch_rows)
-        results = schedule.run(self.stage, sequences, cut, loss, forward_only=False)
+        cut = self._cut(sequences, torch.arange(len(sequences)), self.config.trainer.micro_batch_rows)
+        results = schedule.run(self.stage, sequences, cut, loss, forward_only=False, scoring=Scoring())
         mean = float(self._shared_sums(results, ("loss",))[0])
         metrics = {"sft/loss": mean, "sft/grad_norm": self._step(mean), "sft/lr": self.optimizer.lr}
         self.optimizer.advance()
         return metrics
 
-    # --- both --------------------------------------------------------------------------------------------------------
 
-    def _shared_sums(self, results: list[dict[str, Tensor]], names: Iterable[str]) -> Tensor:
-        """[names] float64: sums of scalars over micro-batches and replicas, on every rank; a missing one is 0."""
-        names = list(names)
-        local = torch.zeros(len(names), dtype=torch.float64)
-        if self.topology.is_last_stage:
-            zero = torch.zeros((), device=platform.current().device)
-            table = torch.stack([torch.stack([result.get(name, zero) for name in names]) for result in results])
-            local = self.topology.sum_over_replicas(table.double().sum(dim=0))
-        return self.topology.from_last_stage(local)
-
-    def _step(self, loss: float) -> float:
-        """The optimizer's step. All ranks know the same loss and norm, so all of them raise or none."""
-        if not math.isfinite(loss):
-            raise TrainingDivergedError(
-                f"the loss of optimizer step {self.steps} is {loss}; lower the learning rate or look for bad rows "
-                "(advantages, old log-probs). The weights are those before this step."
-            )
-        norm = self.optimizer.step()
-        if not math.isfinite(norm):
-            raise TrainingDivergedError(
-                f"the gradient norm of optimizer step {self.steps} is {norm}; lower the learning rate and go back "
-                "to the last checkpoint: the weights in memory are spoilt."
-            )
-        self.steps += 1
-        return norm
+def _log_probs_of(micro_batch: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    log_probs, entropy = scores.unbind(-1)
+    return log_probs.sum(), {"log_probs": log_probs, "entropy": entropy}
 
 
 class _PpoLoss:
-    """ppo_loss of a micro-batch, against the number of loss tokens in its whole mini-batch."""
+    """policy_loss of a micro-batch, against the denominator of its whole mini-batch."""
 
-    def __init__(self, policy: Policy, denominator: float) -> None:
-        self.policy = policy
+    def __init__(self, algo: AlgoConfig, denominator: float) -> None:
+        self.algo = algo
         self.denominator = denominator
 
-    def __call__(self, micro_batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, micro_batch: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         columns: Mapping[str, Tensor] = micro_batch.columns
-        algo = self.policy.config.algo
-        log_probs, entropy = self.policy._predict(micro_batch, logits)
-        loss, sums = ppo_loss(
-            log_probs,
-            columns["old_log_probs"],
-            columns["advantages"],
-            columns["response_mask"],
-            # Without a coefficient the entropy is a figure to look at and needs no gradient.
-            entropy if algo.entropy_coef else entropy.detach(),
-            columns.get("ref_log_probs"),
-            algo,
-            self.denominator,
-        )
+        log_probs, entropy = scores.unbind(-1)
+        # Without a coefficient the entropy is a figure to look at and needs no gradient.
+        entropy = entropy if self.algo.entropy_coef else entropy.detach()
+        loss, sums = policy_loss(log_probs, columns, entropy, self.algo, self.denominator)
         return loss, {**sums, "loss": loss.detach()}
-
-
-def _restored(parts: list[Tensor], cut: list[Tensor], responses: Jagged) -> Jagged:
-    """Values of micro-batches, put back into the order of the rows. parts: [n] of each micro-batch in `cut`."""
-    order = torch.cat(cut)
-    # A micro-batch without any response token has predicted one all the same; see Sequences.micro_batch.
-    wanted = [int(responses.lengths[rows].sum()) for rows in cut]
-    values = torch.cat([part[:count] for part, count in zip(parts, wanted, strict=True)]).float().cpu()
-    return Jagged(values, responses.lengths[order]).take(torch.argsort(order))

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 from megagent.batch import Jagged, StepBatch
 from megagent.config import Config
+from megagent.model_source import hf_config_of
 from megagent.parallel import platform
 
 if TYPE_CHECKING:
+    from megagent.parallel.critic import Critic
     from megagent.parallel.policy import Policy
     from megagent.parallel.topology import Topology
 
@@ -37,26 +39,42 @@ class Rank:
         self.task = task
         self.topology: Topology | None = None
         self._policy: Policy | None = None
+        self._critic: Critic | None = None
 
     def setup(self) -> None:
-        """Join the other ranks and load the model of config.model.path, a Hugging Face folder."""
+        """Join the other ranks and load the model of config.model.path, a Hugging Face folder.
+
+        The critic, where the algorithm has one, begins with the same weights.
+        """
         platform.install(self.config.cluster.platform, self.config.cluster.threads, local_rank=self.rank)
-        from megagent.parallel import hf_io, model, optimizer, topology
+        from megagent.parallel import hf_io, model, models, optimizer, topology
         from megagent.parallel.policy import Policy
 
-        hf_config = model.read_hf_config(self.config.model.path)
+        architecture = models.architecture_of(hf_config_of(self.config.model.path))
         self.topology = topology.initialise(self.config, self.rank, self.world, self.master, self.port)
-        stage = model.build(self.config, self.topology, hf_config)
-        hf_io.load_hf(stage.chunks, stage.family, hf_config, self.config.model.path)
+        stage = model.build(self.config, self.topology, architecture)
+        hf_io.load_hf(stage, self.config.model.path)
         # After the weights: the optimizer copies those it keeps in higher precision.
         adam = optimizer.build(self.config, stage, self.task)
         self._policy = Policy(self.config, self.topology, stage, adam)
+        if self.config.has_critic and self.task == "rl":
+            from megagent.parallel.critic import Critic
+
+            stage = model.build(self.config, self.topology, architecture, values=True)
+            hf_io.load_hf(stage, self.config.model.path)
+            self._critic = Critic(self.config, self.topology, stage, optimizer.build(self.config, stage, "critic"))
 
     @property
     def policy(self) -> Policy:
         if self._policy is None:
             raise RuntimeError("Rank.setup() must be called first")
         return self._policy
+
+    @property
+    def critic(self) -> Critic:
+        if self._critic is None:
+            raise RuntimeError("algo.estimator has no critic")
+        return self._critic
 
     def log_probs(self, shard: StepBatch, model: Literal["actor", "reference"]) -> dict[str, Jagged] | None:
         """See Policy.log_probs: {"log_probs", "entropy"} on the replica's speaking rank, None on the others."""
@@ -65,6 +83,14 @@ class Rank:
     def update(self, shard: StepBatch) -> dict[str, float]:
         """One PPO update on the replica's rows; see Policy.update. The same metrics on every rank."""
         return self.policy.update(shard)
+
+    def values(self, shard: StepBatch) -> Jagged | None:
+        """The critic's value of every response token on the replica's speaking rank, None on the others."""
+        return self.critic.values(shard)
+
+    def update_critic(self, shard: StepBatch) -> dict[str, float]:
+        """One update of the critic on the replica's rows; see Critic.update. The same metrics on every rank."""
+        return self.critic.update(shard)
 
     def supervised_update(self, shard: StepBatch) -> dict[str, float]:
         """One optimizer step of the weighted next-token loss; see Policy.supervised_update."""
@@ -79,8 +105,7 @@ class Rank:
 
         from megagent.parallel import hf_io
 
-        stage = self.policy.stage
-        tensors = {name: tensor.cpu() for name, tensor in hf_io.gather_hf(stage.chunks, stage.family, stage.hf_config)}
+        tensors = {name: tensor.cpu() for name, tensor in hf_io.gather_hf(self.policy.stage)}
         if self.rank == 0:
             beside = Path(f"{path}.partial")
             save_file(tensors, beside, metadata={"version": str(version)})
@@ -90,24 +115,24 @@ class Rank:
         """Write the actor as a Hugging Face folder: weights, configuration, tokenizer files of config.model.path."""
         from megagent.parallel import hf_io
 
-        stage = self.policy.stage
-        hf_io.export_hf(stage.chunks, stage.family, stage.hf_config, folder, self.config.model.path)
+        source = self.config.model.path
+        hf_io.export_hf(self.policy.stage, folder, hf_config_of(source), source)
 
     def save(self, folder: str, iteration: int) -> None:
         """Write a checkpoint of model, optimizer and schedule under `folder`, and point `latest` at it."""
         from megagent.parallel import checkpoint
 
-        checkpoint.save(self.policy, Path(folder), iteration)
+        checkpoint.save(self.policy, Path(folder), iteration, self._critic)
 
     def load(self, folder: str) -> int:
         """Load the newest checkpoint under `folder`; returns the iteration after which it was written."""
         from megagent.parallel import checkpoint
 
-        return checkpoint.load(self.policy, Path(folder))
+        return checkpoint.load(self.policy, Path(folder), self._critic)
 
     def close(self) -> None:
         """Leave the process groups. Another Rank may be set up in this process afterwards."""
-        self._policy = None
+        self._policy = self._critic = None
         if self.topology is not None:
             self.topology.destroy()
             self.topology = None

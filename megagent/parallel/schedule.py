@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.nn import functional
 
 from megagent.batch import Jagged, StepBatch
 from megagent.errors import BatchError
 from megagent.parallel import platform
+from megagent.parallel.log_probs import Scoring
 from megagent.parallel.model import Stage
+from megagent.parallel.output import Question
 
 
 @dataclass(frozen=True)
@@ -52,24 +55,28 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def micro_batch(self, rows: Tensor) -> MicroBatch:
+    def micro_batch(self, rows: Tensor, length_multiple: int = 1) -> MicroBatch:
         """The rows at these indices [rows]. If they have nothing to predict, one token is, with zeros for columns.
 
         Without any, a collective over the vocabulary would be asked to move nothing, which not every backend can.
+        length_multiple: rows are padded to a multiple of it. No rows at all: one, of which nothing counts.
         """
+        absent = len(rows) == 0
+        rows = torch.zeros(1, dtype=torch.int64) if absent else rows
         tokens = self.tokens.take(rows)
         wanted = self.wanted.take(rows).values
-        idle = not bool(wanted.any())
+        idle = absent or not bool(wanted.any())
         place = torch.arange(tokens.tokens) - torch.repeat_interleave(
             tokens.offsets[:-1], tokens.lengths, output_size=tokens.tokens
         )
         if idle:
-            wanted = wanted.clone()
+            wanted = torch.zeros_like(wanted)
             wanted[1] = True
         columns = {name: column.take(rows).values[wanted] for name, column in self.columns.items()}
         if idle:
             columns = {name: torch.zeros_like(column) for name, column in columns.items()}
         padded = tokens.padded(0)
+        padded = functional.pad(padded, (0, -padded.shape[1] % length_multiple))
         here = platform.current()
         return MicroBatch(
             tokens=here.to_device(padded),
@@ -129,25 +136,38 @@ def _places(starts: Tensor, part: Jagged) -> Tensor:
     return shift + torch.arange(part.tokens)
 
 
-def by_length(sequences: Sequences, rows: Tensor, micro_batch_rows: int) -> list[Tensor]:
+def by_length(sequences: Sequences, rows: Tensor, micro_batch_rows: int, multiple: int = 1) -> list[Tensor]:
     """Cut row indices [n] into micro-batches of similar lengths, longest first, where their order does not matter.
 
-    The longest come first so that a run that does not fit into memory fails at once.
+    The longest come first so that a run that does not fit into memory fails at once. The number of micro-batches is a
+    multiple of `multiple`, as the interleaved schedule wants it: if need be, smaller ones or even some without a row.
     """
-    order = torch.argsort(sequences.tokens.lengths[rows], descending=True, stable=True)
-    return list(torch.split(rows[order], micro_batch_rows))
+    order = rows[torch.argsort(sequences.tokens.lengths[rows], descending=True, stable=True)]
+    count = -(-len(order) // micro_batch_rows)
+    if not count:
+        return []
+    if count % multiple == 0:
+        return list(torch.split(order, micro_batch_rows))
+    return list(torch.tensor_split(order, count + -count % multiple))
 
 
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 def run(
-    stage: Stage, sequences: Sequences, cut: Sequence[Tensor], loss: LossFunction, forward_only: bool
+    stage: Stage,
+    sequences: Sequences,
+    cut: Sequence[Tensor],
+    loss: LossFunction,
+    forward_only: bool,
+    scoring: Scoring | None = None,
 ) -> list[dict[str, Tensor]]:
     """Megatron's schedule over micro-batches; gradients are left in the data-parallel buffers, reduced.
 
-    cut: row indices of each micro-batch. loss(micro_batch, logits [n, vocabulary / tp]) gives a scalar, whose sum over
-    all micro-batches and replicas is minimised, and whatever is to be returned; it runs on the last pipeline stage.
+    cut: row indices of each micro-batch. loss(micro_batch, answer) gives a scalar, whose sum over all micro-batches and
+    replicas is minimised, and whatever is to be returned; it runs on the last pipeline stage. Its answer is what the
+    output layer says of the n wanted tokens: log-prob and entropy [n, 2] as `scoring` has it, logits
+    [n, vocabulary / tp] without, values [n, 1] of a value model.
     Returns one dict a micro-batch, in the order of `cut`, on the last stage; an empty list on others.
     """
     if not cut:
@@ -158,15 +178,16 @@ def run(
 
     def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         micro_batch = next(data)
-        stage.select_positions(micro_batch.selected)
+        stage.ask(Question(micro_batch.selected, micro_batch.targets, scoring))
         output = model(micro_batch.tokens, micro_batch.positions, None)
         return output, partial(_loss_of_output, micro_batch, loss)
 
+    data = [_made(sequences, cut, stage.length_multiple) for _ in stage.wrapped]  # every chunk goes through all of it
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
         return schedule(
             forward_step_func=forward_step,
-            data_iterator=_made(sequences, cut),
+            data_iterator=data if len(data) > 1 else data[0],
             model=stage.wrapped if len(stage.wrapped) > 1 else stage.wrapped[0],
             num_microbatches=len(cut),
             # Shapes are told from stage to stage (variable_seq_lengths); these two are not read then.
@@ -176,8 +197,8 @@ def run(
         )
 
 
-def _made(sequences: Sequences, cut: Iterable[Tensor]) -> Iterator[MicroBatch]:
-    return (sequences.micro_batch(rows) for rows in cut)
+def _made(sequences: Sequences, cut: Iterable[Tensor], length_multiple: int) -> Iterator[MicroBatch]:
+    return (sequences.micro_batch(rows, length_multiple) for rows in cut)
 
 
 def _loss_of_output(

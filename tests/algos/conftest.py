@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,8 +11,17 @@ from hypothesis import settings
 
 from megagent.batch import Jagged, StepBatch, objects
 
-settings.register_profile("fast", max_examples=40, deadline=None)
+settings.register_profile("fast", max_examples=15, deadline=None, derandomize=True)
 settings.load_profile("fast")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from threads, which on a busy machine wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -96,6 +96,47 @@ def test_a_batch_that_fits_only_gains_the_mark(random_batch: Callable[..., StepB
     assert same_values(aligned.without("is_padding"), random_batch())
 
 
+@given(seed=st.integers(0, 1000), multiple=st.integers(1, 70))
+def test_copies_are_rows_of_the_batch_and_count_like_them(
+    random_batch: Callable[..., StepBatch], seed: int, multiple: int
+) -> None:
+    batch = random_batch(seed=seed)
+    aligned = align(batch, multiple, "copy", seed)
+    assert len(aligned) % multiple == 0
+    assert not aligned["is_padding"].any()
+    assert same_values(aligned.take(list(range(len(batch)))).without("is_padding"), batch)
+    known = set(zip(batch["traj_uid"], batch["step_index"].tolist(), strict=True))
+    assert set(zip(aligned["traj_uid"], aligned["step_index"].tolist(), strict=True)) <= known
+
+
+@given(seed=st.integers(0, 1000), multiple=st.integers(1, 20))
+def test_deleting_leaves_rows_in_order(random_batch: Callable[..., StepBatch], seed: int, multiple: int) -> None:
+    batch = random_batch(seed=seed).with_columns(place=torch.arange(len(random_batch(seed=seed))))
+    aligned = align(batch, multiple, "delete", seed)
+    if len(batch) >= multiple:
+        assert len(aligned) == len(batch) // multiple * multiple
+        assert not aligned["is_padding"].any()
+        assert (aligned["place"].diff() > 0).all()
+
+
+def test_fewer_rows_than_a_multiple_are_padded_rather_than_all_deleted() -> None:
+    aligned = align(StepBatch({"step_index": torch.arange(3)}), 8, "delete")
+    assert aligned["is_padding"].tolist().count(False) == 3
+    assert len(aligned) == 8
+
+
+@pytest.mark.parametrize("mode", ["copy", "delete"])
+def test_what_is_drawn_follows_the_seed(mode: str) -> None:
+    batch = StepBatch({"step_index": torch.arange(100)})
+    first, again, other = (align(batch, 64, mode, seed)["step_index"].tolist() for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_an_unknown_adjustment_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(BatchError, match="algo.adjust=drop is unknown; use pad, copy, delete"):
+        align(StepBatch({"step_index": torch.arange(3)}), 8, "drop")
+
+
 def test_no_rows_stay_no_rows(random_batch: Callable[..., StepBatch]) -> None:
     assert len(align(random_batch().take([]), 8)) == 0
 

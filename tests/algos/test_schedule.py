@@ -1,8 +1,28 @@
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from megagent.algos.schedule import batch_plan, batch_problems, schedule_multiple, sft_batch_problems
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagent.algos.adjust import align
+from megagent.algos.choices import ADJUSTMENTS
+from megagent.algos.schedule import (
+    ScheduleSizes,
+    aligned_rows,
+    batch_plan,
+    batch_problems,
+    divisors,
+    row_multiple,
+    schedule_multiple,
+    schedule_problems,
+    schedule_table,
+    sft_batch_problems,
+    token_multiple,
+)
+from megagent.batch import StepBatch
 from megagent.config import Config, ParallelConfig, TrainerConfig
 
 
@@ -33,8 +53,9 @@ def test_the_table_of_the_default_recipe() -> None:
         "episodes an iteration": 128,
         "rows an iteration, at least": 128,
         "rows an iteration, at most": 1920,
-        "rows of one log-prob pass over all ranks": 16,
-        "rows of one training pass over all ranks": 8,
+        "rows of one old log-prob pass over all ranks": 16,
+        "rows of one reference pass over all ranks": 16,
+        "rows of one actor pass over all ranks": 8,
         "rows of one mini-batch": 64,
         "multiple": 64,
         "aligned rows, at most": 1920,
@@ -48,6 +69,75 @@ def test_the_table_of_the_default_recipe() -> None:
         "tokens of a log-prob micro-batch, at most": 36864,
         "tokens an iteration, at most": 4608 * 1920,
     }
+
+
+SEED = ScheduleSizes(dp=2, tp=2, pp=2, log_prob_rows=16, reference_rows=16, actor_rows=8)
+
+
+def test_the_table_of_the_seed_recipe() -> None:
+    """16 rows x 2, 16 x 2 and 8 x 2 need a multiple of 32: 1890 rows become 1920."""
+    table = [(row.name, row.value) for row in schedule_table(SEED, 1890)]
+    assert table == [
+        ("rows of one old log-prob pass over all ranks", 32),
+        ("rows of one reference pass over all ranks", 32),
+        ("rows of one actor pass over all ranks", 16),
+        ("multiple", 32),
+        ("rows", 1890),
+        ("aligned rows", 1920),
+        ("rows of one rank", 960),
+    ]
+
+
+def test_every_divisor_says_how_it_comes_about() -> None:
+    sizes = ScheduleSizes(dp=2, pp=4, vpp=2, log_prob_rows=8, actor_rows=2, critic_rows=4, mini_batch_rows=64)
+    assert [(row.value, row.how) for row in divisors(sizes, {"dp": "parallel.dp"})] == [
+        (64, "parallel.dp 2 x log_prob_rows 8 x interleaved group 4"),
+        (16, "parallel.dp 2 x actor_rows 2 x interleaved group 4"),
+        (32, "parallel.dp 2 x critic_rows 4 x interleaved group 4"),
+        (64, "mini_batch_rows, all ranks together"),
+    ]
+
+
+def test_ranks_that_share_rows_multiply_nothing() -> None:
+    assert row_multiple(replace(SEED, tp=8, cp=4)) == row_multiple(SEED) == 32
+
+
+def test_the_interleaved_schedule_wants_whole_groups() -> None:
+    assert row_multiple(replace(SEED, vpp=2)) == 64
+    assert row_multiple(replace(SEED, vpp=2, interleaved_group=3)) == 96
+    assert row_multiple(replace(SEED, vpp=2, pp=1)) == 32  # one stage has no pipeline to fill
+
+
+def test_tokens_of_a_row_come_in_parts_for_tp_and_cp() -> None:
+    assert token_multiple(ScheduleSizes(tp=4)) == 1
+    assert token_multiple(ScheduleSizes(tp=4), sequence_parallel=True) == 4
+    assert token_multiple(ScheduleSizes(tp=4, cp=2), sequence_parallel=True) == 16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        (
+            ScheduleSizes(dp=2, critic_rows=4, mini_batch_rows=20),
+            "mini_batch_rows=20 is not a multiple of 8 (dp 2 x critic_rows 4), so the ranks cannot share it",
+        ),
+        (
+            ScheduleSizes(pp=4, vpp=2, interleaved_group=2),
+            "interleaved_group=2 is below pp=4: a chunk's next micro-batch would wait for one",
+        ),
+    ],
+)
+def test_sizes_that_cannot_work_are_told_with_their_fix(sizes: ScheduleSizes, sentence: str) -> None:
+    [problem] = schedule_problems(sizes)
+    assert problem.startswith(sentence)
+    assert "; use " in problem
+
+
+@pytest.mark.parametrize("mode", ADJUSTMENTS)
+@given(rows=st.integers(0, 300), multiple=st.integers(1, 64))
+def test_the_number_of_aligned_rows_is_known_beforehand(mode: str, rows: int, multiple: int) -> None:
+    batch = StepBatch({"step_index": torch.arange(rows)})
+    assert len(align(batch, multiple, mode)) == aligned_rows(rows, multiple, mode)
 
 
 def test_the_default_recipe_has_no_problems() -> None:

@@ -12,6 +12,7 @@ from megagent.batch import Jagged, StepBatch
 from megagent.config import Config
 
 Start = Callable[..., Any]
+Layout = dict[str, Any]  # keys of config.parallel that are not the default
 
 VOCAB = 90  # no multiple of 8 x tp: the padded vocabulary is always part of what is tested
 
@@ -59,6 +60,24 @@ def make_config(model: Path, tp: int = 1, pp: int = 1, dp: int = 1, **trainer: A
     return config
 
 
+def with_large_terms(config: Config) -> Config:
+    """Terms of the loss large enough that leaving one out shows."""
+    config.algo.entropy_coef, config.algo.kl_coef, config.rollout.temperature = 0.1, 0.2, 0.7
+    return config
+
+
+def laid_out(model: Path, layout: Layout, **trainer: Any) -> Config:
+    """As make_config, with these keys of config.parallel."""
+    config = make_config(model, **trainer)
+    for name, value in layout.items():
+        setattr(config.parallel, name, value)
+    return config
+
+
+def ranks_of(layout: Layout) -> int:
+    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+
+
 def make_rows(rows: int = 12, seed: int = 0) -> StepBatch:
     """Rows of random tokens, ready for an update; some response tokens carry no loss, one response is empty."""
     generator = torch.Generator().manual_seed(seed)
@@ -95,8 +114,7 @@ def weights_of(rank: Any) -> dict[str, torch.Tensor]:
     """Full Hugging Face tensors on rank 0, nothing elsewhere."""
     from megagent.parallel import hf_io
 
-    stage = rank.policy.stage
-    return {name: tensor.clone() for name, tensor in hf_io.gather_hf(stage.chunks, stage.family, stage.hf_config)}
+    return {name: tensor.clone() for name, tensor in hf_io.gather_hf(rank.policy.stage)}
 
 
 def log_probs_of(rank: Any, rows: StepBatch, model: str = "actor") -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -118,6 +136,11 @@ def update(start: Start, config: Config, rows: StepBatch, updates: int = 1) -> d
         "speaks": rank.topology.speaks,
         "replica": rank.topology.dp_rank,
     }
+
+
+def updates(start: Start, configs: list[Config], rows: StepBatch, updates: int) -> list[dict[str, Any]]:
+    """`update` with one configuration after the other."""
+    return [update(start, config, rows, updates) for config in configs]
 
 
 def supervised(start: Start, config: Config, rows: StepBatch, steps: int = 3) -> dict[str, Any]:

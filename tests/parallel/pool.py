@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -37,7 +38,7 @@ class RankPool:
         self._pids: list[int] = []
 
     def run(
-        self, job: Callable[..., Any], world: int, *, seconds: float = 150.0, starts: int = 4, **arguments: Any
+        self, job: Callable[..., Any], world: int, *, seconds: float = 300.0, starts: int = 4, **arguments: Any
     ) -> list[Any]:
         """Run a job on the first `world` workers; their results by rank.
 
@@ -86,9 +87,9 @@ class RankPool:
             child.close()
         self._workers = [parent for parent, _ in pairs]
         for connection in self._workers:
-            if not connection.poll(240):
+            if not connection.poll(300):
                 self.close()
-                raise JobFailed("the worker processes did not start within 240 s")
+                raise JobFailed("the worker processes did not start within 300 s")
             self._pids.append(connection.recv())
 
     def close(self) -> None:
@@ -165,10 +166,18 @@ def _run(job: Callable[..., Any], rank: int, world: int, ports: list[int], argum
 
 
 def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
+    """Ports that nobody listens on, below those that the system gives to connections (which Gloo makes by the dozen):
+    a job may come to use the last of its ports long after they were found free."""
+    probes: list[socket.socket] = []
     try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
+        while len(probes) < count:
+            probe = socket.socket()
+            try:
+                probe.bind(("127.0.0.1", random.SystemRandom().randrange(15000, 32000)))
+            except OSError:
+                probe.close()
+            else:
+                probes.append(probe)
         return [probe.getsockname()[1] for probe in probes]
     finally:
         for probe in probes:

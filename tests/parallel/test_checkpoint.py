@@ -10,7 +10,8 @@ import torch
 
 from megagent.batch import StepBatch
 from megagent.config import Config
-from tests.parallel import jobs
+from megagent.errors import MegagentError
+from tests.parallel import families, jobs
 from tests.parallel.pool import JobFailed, RankPool
 
 pytestmark = pytest.mark.slow
@@ -52,27 +53,83 @@ def saved_job(start: jobs.Start, config: Config, folder: str, iterations: list[i
         rank.save(folder, iteration)
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 2, 1), (1, 1, 2)])
+@pytest.fixture(scope="module")
+def odd_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model, tied, whose tensors do not fill the optimizer's buckets, and one of experts."""
+    dense = tmp_path_factory.mktemp("dense")
+    jobs.write_tiny_model(dense, hidden_size=40, vocab_size=100)
+    return {"dense": dense, "mixture": families.write_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe")}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", {}),
+        # The tied embedding has a bucket of its own, which does not fill a whole number of the optimizer's units.
+        ("dense", {"pp": 2, "vpp": 2}),
+        ("dense", {"tp": 2, "pp": 2, "sequence_parallel": True}),
+        ("dense", {"dp": 2}),
+        ("dense", {"dp": 2, "distributed_optimizer": False}),
+        ("mixture", {"pp": 2, "dp": 2, "ep": 2}),
+    ],
+    ids=str,
+)
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
-    ranks: RankPool, tiny_model: Path, tmp_path: Path, tp: int, pp: int, dp: int
+    ranks: RankPool, odd_models: dict[str, Path], tmp_path: Path, model: str, layout: jobs.Layout
 ) -> None:
     # Several mini-batches: that the order of rows goes on where it was shows too.
-    config = jobs.make_config(tiny_model, tp, pp, dp, mini_batch_rows=4, lr_warmup_iterations=20)
-    results = ranks.run(interrupted_job, tp * pp * dp, config=config, rows=jobs.make_rows(), folder=str(tmp_path))
+    config = jobs.laid_out(odd_models[model], layout, mini_batch_rows=4, micro_batch_rows=2, lr_warmup_iterations=20)
+    results = ranks.run(
+        interrupted_job, jobs.ranks_of(layout), config=config, rows=jobs.make_rows(), folder=str(tmp_path)
+    )
     for result in results:
         assert result == {"iteration": 2, "same_weights": True, "same_metrics": True, "same_reference": True}
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (1, 2, 2)])
+def refused_job(start: jobs.Start, saved: Config, resumed: Config, folder: str) -> str:
+    start(saved).save(folder, 1)
+    try:
+        start(resumed).load(folder)
+    except MegagentError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("model", "saved", "resumed", "words"),
+    [
+        ("dense", {}, {"distributed_optimizer": False}, "parallel.distributed_optimizer was true and is false"),
+        ("mixture", {"dp": 2, "ep": 2}, {"dp": 2}, "parallel.ep above 1 was true and is false"),
+    ],
+    ids=["optimizer", "experts"],
+)
+def test_what_a_checkpoint_depends_on_is_said(
+    ranks: RankPool,
+    odd_models: dict[str, Path],
+    tmp_path: Path,
+    model: str,
+    saved: jobs.Layout,
+    resumed: jobs.Layout,
+    words: str,
+) -> None:
+    configs = {
+        "saved": jobs.laid_out(odd_models[model], saved),
+        "resumed": jobs.laid_out(odd_models[model], resumed),
+    }
+    for said in ranks.run(refused_job, jobs.ranks_of(saved), **configs, folder=str(tmp_path)):
+        assert words in said
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2, "vpp": 2, "dp": 2}], ids=str)
 def test_a_checkpoint_can_be_resumed_on_another_topology(
-    ranks: RankPool, tiny_model: Path, tmp_path: Path, tp: int, pp: int, dp: int
+    ranks: RankPool, odd_models: dict[str, Path], tmp_path: Path, layout: jobs.Layout
 ) -> None:
     rows = jobs.make_rows()
-    source = jobs.make_config(tiny_model, tp=2)
+    source = jobs.make_config(odd_models["dense"], tp=2)
     ranks.run(interrupted_job, 2, config=source, rows=rows, folder=str(tmp_path))
     expected = ranks.run(resumed_job, 2, config=source, rows=rows, folder=str(tmp_path))[0]
-    config = jobs.make_config(tiny_model, tp, pp, dp)
-    resumed = ranks.run(resumed_job, tp * pp * dp, config=config, rows=rows, folder=str(tmp_path))[0]
+    config = jobs.laid_out(odd_models["dense"], layout)
+    resumed = ranks.run(resumed_job, jobs.ranks_of(layout), config=config, rows=rows, folder=str(tmp_path))[0]
     assert resumed["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, abs=1e-5)
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(resumed["weights"][name], weight, atol=1e-4, rtol=1e-3, msg=name)

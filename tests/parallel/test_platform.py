@@ -66,4 +66,4 @@ def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_description_names_the_kernels() -> None:
-    assert platform.kernels("cpu").describe() == "local layers, torch norms, plain weight gradients"
+    assert platform.kernels("cpu").describe() == "local layers, plain weight gradients"

@@ -11,103 +11,35 @@ from torch import Tensor
 
 from megagent.batch import Jagged, StepBatch
 from megagent.config import Config
-from tests.parallel import jobs
+from tests.parallel import jobs, plain
 from tests.parallel.pool import JobFailed, RankPool
 
 pytestmark = pytest.mark.slow
 
 
-# --- the slow golden way: one process, one row at a time, transformers and torch.optim --------------------------------
-
-
-def _load(model: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-
-def _row_logits(model: torch.nn.Module, rows: StepBatch, row: int) -> tuple[Tensor, Tensor]:
-    """Logits that predict tokens 1.. of prompt + response, and these tokens."""
-    tokens = torch.cat([rows["prompts"].row(row), rows["responses"].row(row)])
-    return model(tokens[None]).logits[0, :-1], tokens[1:]
-
-
-def _plain_log_probs(model: torch.nn.Module, rows: StepBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    log_probs, entropies = [], []
-    for row in range(len(rows)):
-        logits, targets = _row_logits(model, rows, row)
-        table = torch.log_softmax(logits / temperature, dim=-1)[int(rows["prompts"].lengths[row]) - 1 :]
-        log_probs.append(table.gather(1, targets[int(rows["prompts"].lengths[row]) - 1 :, None])[:, 0])
-        entropies.append(-(table.exp() * table).sum(-1))
-    return torch.cat(log_probs), torch.cat(entropies)
-
-
-def _plain_optimizer(model: torch.nn.Module, config: Config, lr: float) -> torch.optim.Optimizer:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    betas = (config.trainer.adam_beta1, config.trainer.adam_beta2)
-    groups = [{"params": matrices, "weight_decay": config.trainer.weight_decay}, {"params": others, "weight_decay": 0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8)
-
-
-def _plain_update(model: torch.nn.Module, config: Config, rows: StepBatch) -> dict[str, float]:
-    algo = config.algo
-    log_probs, entropy = _plain_log_probs(model, rows, config.rollout.temperature)
-    mask, count = rows["response_mask"].values, rows["response_mask"].values.sum()
-    ratio = (log_probs - rows["old_log_probs"].values).exp()
-    advantages = rows["advantages"].values
-    pg = -torch.minimum(ratio * advantages, ratio.clamp(1 - algo.clip, 1 + algo.clip) * advantages)
-    difference = rows["ref_log_probs"].values - log_probs
-    kl = (difference.exp() - difference - 1).clamp(max=10)
-
-    def mean(values: Tensor) -> Tensor:
-        return (values * mask).sum() / count
-
-    def figure(values: Tensor) -> float:
-        return mean(values.detach()).item()
-
-    loss = mean(pg) - algo.entropy_coef * mean(entropy) + algo.kl_coef * mean(kl)
-    optimizer = _plain_optimizer(model, config, config.trainer.lr)
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.clip_grad)
-    optimizer.step()
-    return {
-        "actor/pg_loss": figure(pg),
-        "actor/kl_loss": figure(kl),
-        "actor/entropy": figure(entropy),
-        "actor/ppo_kl": figure(rows["old_log_probs"].values - log_probs),
-        "actor/grad_norm": float(norm),
-    }
-
-
-def _coefficients(config: Config) -> Config:
-    """Terms large enough that leaving one out shows."""
-    config.algo.entropy_coef, config.algo.kl_coef, config.rollout.temperature = 0.1, 0.2, 0.7
-    return config
-
-
 @pytest.fixture(scope="module")
 def updated(ranks: RankPool, tiny_model: Path) -> list[dict[str, Any]]:
-    config = _coefficients(jobs.make_config(tiny_model, tp=2))
+    config = jobs.with_large_terms(jobs.make_config(tiny_model, tp=2))
     return ranks.run(jobs.update, 2, config=config, rows=jobs.make_rows())
 
 
 def test_log_probs_and_entropy_are_those_of_transformers(updated: list[dict[str, Any]], tiny_model: Path) -> None:
     with torch.no_grad():
-        expected = _plain_log_probs(_load(tiny_model), jobs.make_rows(), temperature=0.7)
-    for mine, plain in zip(jobs.spoken(updated, "before"), expected, strict=True):
-        torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-5)
+        expected = plain.log_probs_of(plain.load(tiny_model), jobs.make_rows(), temperature=0.7)
+    for mine, theirs in zip(jobs.spoken(updated, "before"), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_a_ppo_update_is_that_of_plain_torch(updated: list[dict[str, Any]], tiny_model: Path) -> None:
-    model = _load(tiny_model)
-    config = _coefficients(jobs.make_config(tiny_model))
-    expected = _plain_update(model, config, jobs.make_rows())
+    model = plain.load(tiny_model)
+    config = jobs.with_large_terms(jobs.make_config(tiny_model))
+    optimizer = plain.adamw(model, config, config.trainer.lr)
+    expected = plain.update(model, optimizer, config, jobs.make_rows())
     metrics = updated[0]["metrics"]
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    plain = dict(model.named_parameters())
+    theirs = dict(model.named_parameters())
     for name, weight in updated[0]["weights"].items():
-        torch.testing.assert_close(weight, plain[name].detach(), atol=2e-4, rtol=1e-4, msg=name)
+        torch.testing.assert_close(weight, theirs[name].detach(), atol=2e-4, rtol=1e-4, msg=name)
 
 
 def test_supervised_steps_are_those_of_plain_torch(ranks: RankPool, tiny_model: Path) -> None:
@@ -116,12 +48,12 @@ def test_supervised_steps_are_those_of_plain_torch(ranks: RankPool, tiny_model: 
     rows = _weighted_rows()
     results = ranks.run(jobs.supervised, 2, config=config, rows=rows, steps=2)
 
-    model = _load(tiny_model)
-    optimizer = _plain_optimizer(model, config, config.sft.lr)
+    model = plain.load(tiny_model)
+    optimizer = plain.adamw(model, config, config.sft.lr)
     for step in range(2):
         total, weight_sum = torch.zeros(()), 0.0
         for row in range(len(rows)):
-            logits, targets = _row_logits(model, rows, row)
+            logits, targets = plain.row_logits(model, rows, row)
             weights = rows["loss_weights"].row(row)[1:]
             total = total + torch.nn.functional.cross_entropy(logits, targets, reduction="none") @ weights
             weight_sum += float(weights.sum())
@@ -144,16 +76,37 @@ def _weighted_rows() -> StepBatch:
 # --- what must not matter ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("micro_batch_rows", "pp"), [(1, 1), (5, 1), (12, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("micro_batch_rows", "layout"),
+    # The interleaved schedule wants an even number of micro-batches here: 12 rows become two of 6.
+    [(1, {}), (5, {}), (12, {}), (5, {"pp": 2}), (5, {"pp": 2, "vpp": 2}), (12, {"pp": 2, "vpp": 2})],
+    ids=str,
+)
 def test_the_cut_into_micro_batches_changes_nothing(
-    ranks: RankPool, tiny_model: Path, updated: list[dict[str, Any]], micro_batch_rows: int, pp: int
+    ranks: RankPool, tiny_model: Path, updated: list[dict[str, Any]], micro_batch_rows: int, layout: jobs.Layout
 ) -> None:
-    config = _coefficients(
-        jobs.make_config(tiny_model, pp=pp, micro_batch_rows=micro_batch_rows, log_prob_micro_batch_rows=7)
+    config = jobs.with_large_terms(
+        jobs.laid_out(tiny_model, layout, micro_batch_rows=micro_batch_rows, log_prob_micro_batch_rows=7)
     )
-    other = ranks.run(jobs.update, pp, config=config, rows=jobs.make_rows())
+    other = ranks.run(jobs.update, jobs.ranks_of(layout), config=config, rows=jobs.make_rows())
     assert other[0]["metrics"] == pytest.approx(updated[0]["metrics"], rel=1e-4, abs=1e-6)
     torch.testing.assert_close(jobs.spoken(other, "after")[0], jobs.spoken(updated, "after")[0], atol=1e-3, rtol=1e-3)
+
+
+def one_row_job(start: jobs.Start, config: Config, rows: StepBatch) -> Any:
+    rank = start(config)
+    found = jobs.log_probs_of(rank, rows)
+    rank.update(rows)
+    return found
+
+
+def test_one_row_is_enough_for_the_interleaved_schedule(ranks: RankPool, tiny_model: Path) -> None:
+    row = jobs.make_rows().take([3])
+    config = jobs.laid_out(tiny_model, {"pp": 2, "vpp": 2})
+    _, found = ranks.run(one_row_job, 2, config=config, rows=row)
+    with torch.no_grad():
+        expected = plain.log_probs_of(plain.load(tiny_model), row, temperature=1.0)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
 
 
 def test_padding_rows_weigh_nothing(ranks: RankPool, tiny_model: Path, updated: list[dict[str, Any]]) -> None:
@@ -163,7 +116,7 @@ def test_padding_rows_weigh_nothing(ranks: RankPool, tiny_model: Path, updated: 
         response_mask=idle["response_mask"].like(torch.zeros(idle["response_mask"].tokens)),
         advantages=idle["advantages"].like(torch.full((idle["advantages"].tokens,), 1e6)),
     )
-    config = _coefficients(jobs.make_config(tiny_model, mini_batch_rows=16))
+    config = jobs.with_large_terms(jobs.make_config(tiny_model, mini_batch_rows=16))
     padded = ranks.run(jobs.update, 1, config=config, rows=StepBatch.concat([rows, idle]))
     assert padded[0]["metrics"] == pytest.approx(updated[0]["metrics"], rel=1e-4, abs=1e-6)
 
@@ -179,7 +132,7 @@ def test_replicas_share_one_denominator(ranks: RankPool, tiny_model: Path, updat
     # All loss tokens on one replica: an average of the replicas' means would halve the gradient.
     rows = jobs.make_rows()
     idle = rows.with_columns(response_mask=rows["response_mask"].like(torch.zeros(rows["response_mask"].tokens)))
-    config = _coefficients(jobs.make_config(tiny_model, dp=2, mini_batch_rows=24))
+    config = jobs.with_large_terms(jobs.make_config(tiny_model, dp=2, mini_batch_rows=24))
     lopsided = ranks.run(jobs.update, 2, config=config, rows=StepBatch.concat([rows, idle]))
     assert lopsided[1]["metrics"] == pytest.approx(updated[0]["metrics"], rel=1e-4, abs=1e-6)
 
@@ -224,7 +177,7 @@ def test_the_actor_is_back_after_the_reference(swapped: list[Tensor]) -> None:
 
 
 def diverging_job(start: jobs.Start, config: Config, rows: StepBatch) -> tuple[str, bool]:
-    from megagent.parallel.policy import TrainingDivergedError
+    from megagent.parallel.learner import TrainingDivergedError
 
     rank = start(config)
     before = [parameter.detach().clone() for parameter in rank.policy.stage.parameters()]

@@ -48,12 +48,13 @@ def cut_job(start: jobs.Start, rows: StepBatch, micro_batch_rows: int) -> list[l
 
 
 def restored_job(start: jobs.Start, rows: StepBatch) -> torch.Tensor:
-    from megagent.parallel import policy, schedule
+    from megagent.parallel import schedule
+    from megagent.parallel.learner import restored
 
     sequences = schedule.response_sequences(rows)
     cut = schedule.by_length(sequences, torch.arange(len(rows)), 5)
     parts = [sequences.micro_batch(part).targets for part in cut]
-    return policy._restored(parts, cut, rows["responses"]).values
+    return restored(parts, cut, rows["responses"]).values
 
 
 def test_rows_are_right_padded_and_each_response_token_is_predicted_by_the_one_before(ranks: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""The same model, rows and seed give the same training on every topology."""
+"""An update is the same on every layout of the ranks, and the same as in plain transformers."""
 
 from __future__ import annotations
 
@@ -8,47 +8,109 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel import jobs
+from tests.parallel import families, jobs, plain
+from tests.parallel.jobs import Layout
 from tests.parallel.pool import RankPool
 
 pytestmark = pytest.mark.slow
 
-TOPOLOGIES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 4, 1)]
-
-
-def _trained(ranks: RankPool, model: Path, tp: int, pp: int, dp: int) -> list[dict[str, Any]]:
-    config = jobs.make_config(model, tp, pp, dp)
-    return ranks.run(jobs.update, tp * pp * dp, config=config, rows=jobs.make_rows())
+# Model -> number of ranks -> layouts.
+LAYOUTS: dict[str, dict[int, list[Layout]]] = {
+    "dense": {
+        1: [{}, {"distributed_optimizer": False}],
+        2: [
+            {"tp": 2},
+            {"tp": 2, "sequence_parallel": True},
+            {"pp": 2},
+            {"pp": 2, "vpp": 2, "distributed_optimizer": False},
+            {"dp": 2},
+            {"dp": 2, "distributed_optimizer": False},
+        ],
+        4: [
+            {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True},
+            {"tp": 2, "dp": 2, "sequence_parallel": True, "distributed_optimizer": False},
+            {"pp": 2, "vpp": 2, "dp": 2},
+            {"pp": 4},
+        ],
+    },
+    "mixture": {
+        1: [{}],
+        2: [
+            {"tp": 2, "sequence_parallel": True},
+            {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1},
+            {"pp": 2, "vpp": 2},
+            {"dp": 2, "ep": 2},
+        ],
+        4: [
+            {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True},
+            {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "sequence_parallel": True, "distributed_optimizer": False},
+            {"pp": 2, "dp": 2, "ep": 2},
+        ],
+    },
+}
+CASES = [(model, world) for model, layouts in LAYOUTS.items() for world in layouts]
+# Two, for gradients that are left over show in the second only.
+UPDATES = 2
+# Adam divides each gradient by its own size: where it is next to nothing, its rounding moves a weight by up to lr.
+LR = 1e-3
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: RankPool, tiny_model: Path) -> list[dict[str, Any]]:
-    return _trained(ranks, tiny_model, 1, 1, 1)
+def model_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
+    return {"dense": tiny_model, "mixture": families.write_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe")}
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES, ids=lambda sizes: "tp{}_pp{}_dp{}".format(*sizes))
-def together(request: pytest.FixtureRequest, ranks: RankPool, tiny_model: Path) -> list[dict[str, Any]]:
-    return _trained(ranks, tiny_model, *request.param)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def trained(
+    request: pytest.FixtureRequest, ranks: RankPool, model_of: dict[str, Path]
+) -> tuple[str, list[tuple[Layout, list[dict[str, Any]]]]]:
+    """The model, and what every rank of each layout has to say."""
+    model, world = request.param
+    layouts = LAYOUTS[model][world]
+    configs = [jobs.with_large_terms(jobs.laid_out(model_of[model], layout, lr=LR)) for layout in layouts]
+    results = ranks.run(
+        jobs.updates, world, configs=configs, rows=jobs.make_rows(), updates=UPDATES, starts=len(layouts)
+    )
+    return model, [(layout, [result[number] for result in results]) for number, layout in enumerate(layouts)]
 
 
-def test_log_probs_and_entropy_do_not_depend_on_the_topology(
-    alone: list[dict[str, Any]], together: list[dict[str, Any]]
-) -> None:
-    for mine, reference in zip(jobs.spoken(together, "before"), jobs.spoken(alone, "before"), strict=True):
-        torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-5)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, model_of: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """The same in plain transformers."""
+    return {name: _plainly(folder, tmp_path_factory.mktemp("plain")) for name, folder in model_of.items()}
 
 
-def test_every_rank_reports_the_same_metrics(alone: list[dict[str, Any]], together: list[dict[str, Any]]) -> None:
-    for result in together:
-        assert result["metrics"] == pytest.approx(alone[0]["metrics"], rel=1e-4, abs=1e-6)
+def _plainly(folder: Path, out: Path) -> dict[str, Any]:
+    model, rows = plain.load(folder), jobs.make_rows()
+    config = jobs.with_large_terms(jobs.make_config(folder, lr=LR))
+    with torch.no_grad():
+        before = plain.log_probs_of(model, rows, config.rollout.temperature)
+    optimizer = plain.adamw(model, config, LR)
+    for _ in range(UPDATES):
+        metrics = plain.update(model, optimizer, config, rows)
+    return {"before": before, "metrics": metrics, "weights": plain.weights_of(model, out)}
 
 
-def test_an_update_leads_to_the_same_weights(alone: list[dict[str, Any]], together: list[dict[str, Any]]) -> None:
-    # Adam's first step divides a gradient by its own size: where it is next to nothing, its rounding is what moves.
-    for name, weight in alone[0]["weights"].items():
-        torch.testing.assert_close(together[0]["weights"][name], weight, atol=2e-4, rtol=1e-4, msg=name)
+def test_log_probs_and_entropy_are_those_of_transformers(trained: Any, expected: dict[str, Any]) -> None:
+    model, runs = trained
+    for layout, results in runs:
+        for mine, theirs in zip(jobs.spoken(results, "before"), expected[model]["before"], strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5, msg=str(layout))
 
 
-def test_an_update_leads_to_the_same_log_probs(alone: list[dict[str, Any]], together: list[dict[str, Any]]) -> None:
-    for mine, reference in zip(jobs.spoken(together, "after"), jobs.spoken(alone, "after"), strict=True):
-        torch.testing.assert_close(mine, reference, atol=1e-3, rtol=1e-3)
+def test_every_rank_reports_the_metrics_of_plain_transformers(trained: Any, expected: dict[str, Any]) -> None:
+    model, runs = trained
+    theirs = expected[model]["metrics"]
+    for layout, results in runs:
+        for result in results:
+            mine = {name: result["metrics"][name] for name in theirs}
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6), layout
+
+
+def test_updates_lead_to_the_weights_of_plain_transformers(trained: Any, expected: dict[str, Any]) -> None:
+    model, runs = trained
+    for layout, results in runs:
+        assert results[0]["weights"].keys() == expected[model]["weights"].keys()
+        for name, theirs in expected[model]["weights"].items():
+            difference = torch.linalg.vector_norm(results[0]["weights"][name] - theirs)
+            assert difference < 1e-5 * torch.linalg.vector_norm(theirs), f"{layout}: {name}"

@@ -1,0 +1,184 @@
+"""Micro-batches by tokens: rows of similar lengths together, dealt to the ranks by their estimated cost.
+
+Micro-batches of a fixed number of rows in arrival order are padded to their longest row and as uneven as the episodes.
+Here a micro-batch holds as many rows of similar length as a token budget allows, every rank has equally many, and the
+ranks' work is balanced by an estimate that knows attention to be quadratic.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megagent.errors import BatchError
+
+_REFINEMENTS = 64  # swaps between the busiest and the idlest rank; each about halves what is left between them
+
+
+@dataclass(frozen=True)
+class Packing:
+    """ranks[r][m]: row indices [n] int64 of micro-batch m on data-parallel rank r, longest row first.
+
+    All ranks have equally many. One without rows is there for the others' sake: the caller runs a padding row in it.
+    lengths: [rows] int64 tokens of every row.
+    """
+
+    ranks: tuple[tuple[Tensor, ...], ...]
+    lengths: Tensor
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one rank."""
+        return len(self.ranks[0])
+
+    def tokens(self) -> list[int]:
+        """Real tokens of each rank."""
+        return [sum(int(self.lengths[rows].sum()) for rows in rank) for rank in self.ranks]
+
+    def padded_tokens(self) -> list[int]:
+        """Tokens that each rank computes: every row as long as the longest of its micro-batch."""
+        return [sum(rows.numel() * int(self.lengths[rows].max()) for rows in rank if len(rows)) for rank in self.ranks]
+
+    @property
+    def waste(self) -> float:
+        """Share of the computed tokens that are padding."""
+        return 1.0 - sum(self.tokens()) / max(sum(self.padded_tokens()), 1)
+
+    @property
+    def imbalance(self) -> float:
+        """How far the busiest rank's real tokens are above the mean, as a share of it: what the others wait."""
+        tokens = self.tokens()
+        return max(tokens) * len(tokens) / max(sum(tokens), 1) - 1.0
+
+
+def row_costs(lengths: Tensor, quadratic_at: float = math.inf) -> Tensor:
+    """[rows] float64: estimated work of a row, l (1 + l / quadratic_at) for one of l tokens.
+
+    quadratic_at: the length at which attention costs as much as everything else: about 12 x the hidden size for a
+    dense transformer under a causal mask (2 h l against 24 h^2 operations a token and layer). inf counts tokens.
+    """
+    tokens = lengths.to(torch.float64)
+    return tokens * (1.0 + tokens / quadratic_at)
+
+
+def pack(lengths: Tensor, dp: int, token_budget: int, multiple: int = 1, quadratic_at: float = math.inf) -> Packing:
+    """Rows for dp ranks in micro-batches of at most token_budget tokens, their padding included.
+
+    All rows are ordered by length and cut into as few micro-batches as come in multiples of dp x multiple, of costs as
+    equal as can be; these are dealt to the ranks, equally many to each, so that the ranks' costs are equal too.
+    lengths: [rows] int64, at least 1 each. multiple: what the schedule needs on each rank
+    (ScheduleSizes.micro_batch_multiple). quadratic_at: see row_costs. Every row is in exactly one micro-batch, and the
+    same input gives the same packing. Raises BatchError for a row longer than the budget, or numbers below 1.
+    """
+    lengths = lengths.to(torch.int64).cpu()
+    if dp < 1 or multiple < 1:
+        raise BatchError(f"rows cannot be packed for {dp} ranks in multiples of {multiple}; use at least 1 of each")
+    if lengths.numel() and int(lengths.min()) < 1:
+        raise BatchError(f"row {int(lengths.argmin())} has {int(lengths.min())} tokens; a packed row needs at least 1")
+    if lengths.numel() and int(lengths.max()) > token_budget:
+        raise BatchError(
+            f"row {int(lengths.argmax())} has {int(lengths.max())} tokens, more than the {token_budget} of a whole "
+            f"micro-batch; raise the token budget to at least {int(lengths.max())}"
+        )
+    order = torch.argsort(lengths, descending=True, stable=True)
+    costs = row_costs(lengths[order], quadratic_at)
+    most_rows = (token_budget // lengths[order]).tolist()  # that fit if the row is the longest
+    each = costs.tolist()
+    starts = _cut(each, most_rows, math.inf)
+    unit = dp * multiple
+    starts = _cut_evenly(each, most_rows, -(-len(starts) // unit) * unit)
+    pieces = [order[start:stop] for start, stop in pairwise([*starts, len(each)])]
+    pieces += [order[:0]] * (-len(pieces) % unit)
+    work = torch.tensor([len(rows) * float(row_costs(lengths[rows[:1]], quadratic_at).sum()) for rows in pieces])
+    # Longest first on every rank, so that a run that does not fit into memory fails at once.
+    dealt = (sorted(numbers.tolist()) for numbers in deal(work, dp))
+    return Packing(tuple(tuple(pieces[number] for number in numbers) for numbers in dealt), lengths)
+
+
+def _cut(costs: Sequence[float], most_rows: Sequence[int], cap: float) -> list[int]:
+    """Where micro-batches start if each takes rows in order until it holds most_rows, or would cost more than cap.
+
+    costs, most_rows: of each row, longest first; all rows of a micro-batch cost what its first does. One row always
+    fits.
+    """
+    starts, start = [], 0
+    while start < len(costs):
+        starts.append(start)
+        start += max(min(most_rows[start], math.floor(min(cap / costs[start], len(costs)))), 1)
+    return starts
+
+
+def _cut_evenly(costs: Sequence[float], most_rows: Sequence[int], count: int) -> list[int]:
+    """Where `count` micro-batches start, the dearest as cheap as can be; fewer only if there are fewer rows."""
+    low, high = 0.0, sum(costs) + 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if len(_cut(costs, most_rows, middle)) <= count:
+            high = middle
+        else:
+            low = middle
+    starts = _cut(costs, most_rows, high)
+    # The bisection may leave a few over: halve the dearest.
+    queue = [(-costs[start] * (stop - start), start, stop) for start, stop in pairwise([*starts, len(costs)])]
+    heapq.heapify(queue)
+    done: list[int] = []  # starts of single rows
+    while queue and len(queue) + len(done) < count:
+        _, start, stop = heapq.heappop(queue)
+        if stop - start < 2:
+            done.append(start)
+            continue
+        half = (start + stop) // 2
+        for left, right in ((start, half), (half, stop)):
+            heapq.heappush(queue, (-costs[left] * (right - left), left, right))
+    return sorted([*done, *(start for _, start, _ in queue)])
+
+
+def deal(costs: Tensor, parts: int) -> list[Tensor]:
+    """Numbers [n / parts] int64 of what each of `parts` ranks gets, equally many, with sums of costs nearly equal.
+
+    costs: [n], n a multiple of parts. Dearest first to whoever has least (LPT), then swaps between the busiest and the
+    idlest.
+    """
+    if parts < 1 or costs.numel() % parts:
+        raise BatchError(f"{costs.numel()} micro-batches cannot be dealt equally to {parts} ranks")
+    values = costs.tolist()
+    loads = [(0.0, part) for part in range(parts)]
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    totals = [0.0] * parts
+    for number in torch.argsort(costs, descending=True, stable=True).tolist():
+        load, part = heapq.heappop(loads)
+        dealt[part].append(number)
+        totals[part] = load + values[number]
+        if len(dealt[part]) < len(values) // parts:
+            heapq.heappush(loads, (totals[part], part))
+    pieces = [torch.tensor(numbers, dtype=torch.int64) for numbers in dealt]
+    for _ in range(_REFINEMENTS):
+        if not _swap(pieces, totals, costs):
+            break
+    return pieces
+
+
+def _swap(pieces: list[Tensor], loads: list[float], costs: Tensor) -> bool:
+    """Exchange what brings the busiest and the idlest part closest together, one for one; False if nothing does."""
+    high, low = loads.index(max(loads)), loads.index(min(loads))
+    gap = loads[high] - loads[low]
+    if gap <= 0:
+        return False
+    difference = costs[pieces[high]][:, None] - costs[pieces[low]][None, :]
+    left = torch.where(difference > 0, (gap - 2 * difference).abs(), gap)
+    best = int(left.argmin())
+    if float(left.reshape(-1)[best]) >= gap * (1 - 1e-6):
+        return False
+    mine, theirs = divmod(best, len(pieces[low]))
+    moved = float(difference[mine, theirs])
+    given = int(pieces[high][mine])
+    pieces[high][mine], pieces[low][theirs] = int(pieces[low][theirs]), given
+    loads[high] -= moved
+    loads[low] += moved
+    return True

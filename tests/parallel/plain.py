@@ -1,0 +1,82 @@
+"""The slow golden way: one process, one row at a time, transformers and torch.optim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megagent.batch import StepBatch
+from megagent.config import Config
+
+
+def load(model: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def weights_of(model: Any, folder: Path) -> dict[str, Tensor]:
+    """The weights as files name them: in memory, transformers keeps the experts of a layer in one tensor."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def row_logits(model: torch.nn.Module, rows: StepBatch, row: int) -> tuple[Tensor, Tensor]:
+    """Logits that predict tokens 1.. of prompt + response, and these tokens."""
+    tokens = torch.cat([rows["prompts"].row(row), rows["responses"].row(row)])
+    return model(tokens[None]).logits[0, :-1], tokens[1:]
+
+
+def log_probs_of(model: torch.nn.Module, rows: StepBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    log_probs, entropies = [], []
+    for row in range(len(rows)):
+        logits, targets = row_logits(model, rows, row)
+        table = torch.log_softmax(logits / temperature, dim=-1)[int(rows["prompts"].lengths[row]) - 1 :]
+        log_probs.append(table.gather(1, targets[int(rows["prompts"].lengths[row]) - 1 :, None])[:, 0])
+        entropies.append(-(table.exp() * table).sum(-1))
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def adamw(model: torch.nn.Module, config: Config, lr: float) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    betas = (config.trainer.adam_beta1, config.trainer.adam_beta2)
+    groups = [{"params": matrices, "weight_decay": config.trainer.weight_decay}, {"params": others, "weight_decay": 0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8)
+
+
+def update(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config, rows: StepBatch
+) -> dict[str, float]:
+    """One PPO step on all rows."""
+    algo = config.algo
+    log_probs, entropy = log_probs_of(model, rows, config.rollout.temperature)
+    mask, count = rows["response_mask"].values, rows["response_mask"].values.sum()
+    ratio = (log_probs - rows["old_log_probs"].values).exp()
+    advantages = rows["advantages"].values
+    pg = -torch.minimum(ratio * advantages, ratio.clamp(1 - algo.clip, 1 + algo.clip) * advantages)
+    difference = rows["ref_log_probs"].values - log_probs
+    kl = (difference.exp() - difference - 1).clamp(max=10)
+
+    def mean(values: Tensor) -> Tensor:
+        return (values * mask).sum() / count
+
+    def figure(values: Tensor) -> float:
+        return mean(values.detach()).item()
+
+    loss = mean(pg) - algo.entropy_coef * mean(entropy) + algo.kl_coef * mean(kl)
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.clip_grad)
+    optimizer.step()
+    return {
+        "actor/pg_loss": figure(pg),
+        "actor/kl_loss": figure(kl),
+        "actor/entropy": figure(entropy),
+        "actor/ppo_kl": figure(rows["old_log_probs"].values - log_probs),
+        "actor/grad_norm": float(norm),
+    }

@@ -1,0 +1,80 @@
+"""A process of its own: what vLLM's models hold on every worker of some layouts, built with weights of no meaning.
+
+Reads [[config.json as an object, tp, pp, expert_parallel], ...] from stdin; the last line of stdout is, for each case
+and each rank, {parameter name: shape}. The other workers are a process group that only says that they are there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+Shapes = dict[str, list[int]]
+
+
+def parameters(config: dict[str, Any], tp: int, pp: int, expert_parallel: bool, folder: Path) -> list[Shapes]:
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    found = []
+    for rank in range(tp * pp):
+        vllm_config = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
+            enable_expert_parallel=expert_parallel,
+            distributed_executor_backend="mp",
+        ).create_engine_config()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp)
+        with set_current_vllm_config(vllm_config):
+            parallel_state.init_distributed_environment(tp * pp, rank, "env://", rank, "gloo")
+            parallel_state.initialize_model_parallel(tp, pp)
+            with set_default_torch_dtype(torch.bfloat16):
+                model = initialize_model(vllm_config)
+        found.append({name: list(parameter.shape) for name, parameter in model.named_parameters()})
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return found
+
+
+def pretend_that_the_others_are_there() -> None:
+    """Every group is one that only says so, and what asks the other workers is answered here."""
+    import torch.distributed as dist
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    new_group, make_group = dist.new_group, parallel_state.init_model_parallel_group
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    def quiet_group(*args: Any, **kwargs: Any) -> Any:
+        return make_group(*args, **{**kwargs, "use_message_queue_broadcaster": False})
+
+    dist.new_group = fake_group
+    parallel_state.init_model_parallel_group = quiet_group
+    parallel_state.in_the_same_node_as = lambda *_, **__: [True] * dist.get_world_size()
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_PLUGINS"] = ""
+    pretend_that_the_others_are_there()
+    with tempfile.TemporaryDirectory() as folder:
+        results = [parameters(*case, folder=Path(folder)) for case in json.load(sys.stdin)]
+    print("\n" + json.dumps(results))
