@@ -79,7 +79,7 @@ cat <&0 >/dev/null &
 control=$!
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$dir/token RAY_TMPDIR=$dir TMPDIR=$dir
 # Process titles would overwrite the environment that `ours` reads.
-export SPT_NOENV=1 RAY_USAGE_STATS_ENABLED=0
+export SPT_NOENV=1 RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
 
 options=(--disable-usage-stats --num-cpus="${SLURM_CPUS_ON_NODE:-1}" --num-gpus="${SLURM_GPUS_ON_NODE:-0}")
 # Ports by chance: the fixed ranges that Ray takes otherwise collide with other jobs on a shared node.

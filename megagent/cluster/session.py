@@ -36,6 +36,8 @@ def ray_session(config: Config) -> Iterator[None]:
     """Ray for the length of the block: started here (cluster.ray_address=local) or joined at host:port."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's default of 15 lets anything else on a shared machine go before the ranks, which are what the run is for.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     runtime = {"env_vars": worker_environment(config)}
     # Ray takes SIGTERM for itself when it starts; it must go on meaning what the program made of it.
     terminated = signal.getsignal(signal.SIGTERM)
