@@ -55,7 +55,7 @@ def loading_job(start: jobs.Start, configs: list[Config], checkpoints: list[str]
         for parameter in stage.parameters():
             parameter.data.fill_(float("nan"))
         state = {"model": {str(n): chunk.sharded_state_dict() for n, chunk in enumerate(stage.chunks)}}
-        loaded = dist_checkpointing.load(state, checkpoint, strict="raise_all")["model"]
+        loaded = dist_checkpointing.load(state, checkpoint, strict="raise_unexpected")["model"]
         for number, chunk in enumerate(stage.chunks):
             chunk.load_state_dict(loaded[str(number)])
         after = {name: parameter for chunk in stage.chunks for name, parameter in chunk.named_parameters()}
