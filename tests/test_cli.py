@@ -27,7 +27,7 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert (ended.value.code, capsys.readouterr().out) == (0, f"megagent {__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "doctor"])
+@pytest.mark.parametrize("command", ["train", "sft", "convert", "doctor"])
 def test_every_command_has_a_help_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

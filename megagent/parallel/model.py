@@ -137,7 +137,9 @@ def transformer_config(architecture: Architecture, degrees: Degrees, dtype: torc
         # The loss is divided by the tokens of the whole mini-batch in the loss function: with this set, Megatron
         # neither divides it by the number of micro-batches nor averages the gradients over the replicas.
         "calculate_per_token_loss": True,
-        "deallocate_pipeline_outputs": True,
+        # Megatron gives up an output's memory as soon as its sending has begun. On CUDA that waits in the stream; Gloo
+        # would send what has been written over it by then.
+        "deallocate_pipeline_outputs": here.is_cuda or degrees.vpp == 1,
         "gradient_accumulation_fusion": kernels.grad_accumulation,
         # These save memory passes when compiled, as they are on CUDA only; interpreted, plain torch is faster.
         "bias_activation_fusion": fused,

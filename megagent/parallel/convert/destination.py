@@ -69,8 +69,11 @@ class Destination:
         for item in work:
             digest.update(repr(item).encode())
         header = f"{digest.hexdigest()} {_boot()}"
-        lines = self._journal.read_text(encoding="ascii", errors="replace").split("\n")[:-1]  # whole lines only
+        written = self._journal.read_bytes()
+        whole = written[: written.rfind(b"\n") + 1]  # without a line that a kill cut off
+        lines = whole.decode("ascii", errors="replace").splitlines()
         if self._resume and lines and lines[0] == header:
+            os.ftruncate(self._lock, len(whole))
             self._worth_keeping = len(lines) > 1
             return {int(line) for line in lines[1:] if line.isdigit()}
         for entry in self.folder.iterdir():

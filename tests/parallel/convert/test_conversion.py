@@ -210,3 +210,24 @@ def test_tensors_of_two_dtypes_do_not_go_into_one(tmp_path: Path) -> None:
     with pytest.raises(MegagentError, match="linear_fc1.weight is made of BF16 and F32 tensors; choose one --dtype"):
         conversion.to_megatron(source, tmp_path / "there", Degrees(), QUIET)
     conversion.to_megatron(source, tmp_path / "there", Degrees(), Options(dtype="fp32", quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("resume", "boot", "left"), [(True, "one", {0, 2}), (False, "one", set()), (True, "two", set())]
+)
+def test_finished_tasks_count_for_resume_and_until_the_machine_is_started_again(
+    resume: bool, boot: str, left: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megagent.parallel.convert.destination._boot", lambda: "one")
+    with conversion.Destination(tmp_path / "there") as destination:
+        assert destination.begin(["work"]) == set()
+        destination.done(0)
+        destination.done(2)
+    with open(tmp_path / ".there.partial" / ".journal", "a") as journal:
+        journal.write("1")  # a line that a kill cut off
+    monkeypatch.setattr("megagent.parallel.convert.destination._boot", lambda: boot)
+    with conversion.Destination(tmp_path / "there", resume=resume) as destination:
+        assert destination.begin(["work"]) == left
+        destination.done(3)
+    with conversion.Destination(tmp_path / "there", resume=True) as destination:
+        assert destination.begin(["work"]) == {*left, 3}

@@ -32,8 +32,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family in (DENSE, MIXTURE):
         folder = tmp_path_factory.mktemp(family)
         found[family] = families.write_model(folder / "model", family)
-        # Padded for tp=1: the vocabulary has other padding on the ranks that load it.
-        conversion.to_megatron(found[family], folder / "there", Degrees(), QUIET)
+        # One of them has more padding in the file than on the ranks that load it.
+        conversion.to_megatron(found[family], folder / "there", Degrees(tp=8 if family == DENSE else 1), QUIET)
     return found
 
 
@@ -55,7 +55,7 @@ def loading_job(start: jobs.Start, configs: list[Config], checkpoints: list[str]
         for parameter in stage.parameters():
             parameter.data.fill_(float("nan"))
         state = {"model": {str(n): chunk.sharded_state_dict() for n, chunk in enumerate(stage.chunks)}}
-        loaded = dist_checkpointing.load(state, checkpoint, strict="raise_all")["model"]
+        loaded = dist_checkpointing.load(state, checkpoint, strict="raise_unexpected")["model"]
         for number, chunk in enumerate(stage.chunks):
             chunk.load_state_dict(loaded[str(number)])
         after = {name: parameter for chunk in stage.chunks for name, parameter in chunk.named_parameters()}
