@@ -19,8 +19,8 @@ from megagent.errors import ConfigError, MegagentError
 Cell = tuple[int, int]  # (row, column)
 
 MOVES: dict[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-MARKS = "#_.$@*+"
-WALL, FLOOR, TARGET, BOX, PLAYER, BOX_ON_TARGET, PLAYER_ON_TARGET = MARKS
+WALL, FLOOR, TARGET, BOX, PLAYER, BOX_ON_TARGET, PLAYER_ON_TARGET = "#_.$@*+"
+MARKS = "".join((WALL, FLOOR, TARGET, BOX, PLAYER, BOX_ON_TARGET, PLAYER_ON_TARGET))
 ASKED = "push every box ($) onto a target (.)"
 
 _WALL_SHARE = 0.15  # of the cells inside the outer walls
