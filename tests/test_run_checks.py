@@ -12,15 +12,7 @@ from megagent.envs.sokoban import SokobanConfig
 from megagent.errors import MegagentError
 from megagent.rollout.prompts import PromptBuilder
 from megagent.run import FIRST_PROMPTS, _check_first_prompts
-
-
-class Letters:
-    """A tokenizer of characters."""
-
-    chat_template = None
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [ord(character) for character in text]
+from tests.letters import Letters
 
 
 class Millions(Sequence[Task]):

@@ -20,6 +20,7 @@ Cell = tuple[int, int]  # (row, column)
 
 MOVES: dict[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 WALL, FLOOR, TARGET, BOX, PLAYER, BOX_ON_TARGET, PLAYER_ON_TARGET = "#_.$@*+"
+MARKS = "".join((WALL, FLOOR, TARGET, BOX, PLAYER, BOX_ON_TARGET, PLAYER_ON_TARGET))
 ASKED = "push every box ($) onto a target (.)"
 
 _WALL_SHARE = 0.15  # of the cells inside the outer walls
@@ -63,14 +64,14 @@ class Room:
         """The position that `str` drew; rows end with a newline or a slash. Raises MegagentError if it is none."""
         lines = text.replace("/", "\n").split("\n")
         cells = {(row, column): mark for row, line in enumerate(lines) for column, mark in enumerate(line)}
-        found = {mark: frozenset(cell for cell, there in cells.items() if there == mark) for mark in "#_.$@*+"}
+        found = {mark: frozenset(cell for cell, there in cells.items() if there == mark) for mark in MARKS}
         players = found[PLAYER] | found[PLAYER_ON_TARGET]
         boxes = found[BOX] | found[BOX_ON_TARGET]
         targets = found[TARGET] | found[BOX_ON_TARGET] | found[PLAYER_ON_TARGET]
         is_grid = len({len(line) for line in lines}) == 1 and sum(map(len, found.values())) == len(cells)
         if not is_grid or len(players) != 1 or not boxes or len(boxes) != len(targets):
             raise MegagentError(
-                f"{text!r} is not a Sokoban room: rows of equal length made of #_.$@*+, with one player and as many "
+                f"{text!r} is not a Sokoban room: rows of equal length made of {MARKS}, with one player and as many "
                 "boxes as targets"
             )
         [player] = players

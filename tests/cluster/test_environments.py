@@ -18,6 +18,7 @@ from megagent.errors import CatalogError, EpisodeLost, InfrastructureError
 from megagent.rollout.collector import Collector
 from megagent.rollout.engine import Generation, Sampling
 from tests.cluster.frail import TASK, FrailConfig
+from tests.letters import Letters
 
 pytestmark = pytest.mark.slow
 
@@ -122,18 +123,6 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_its_episodes_are_lost(
 
     before, after = asyncio.run(play())
     assert before != after  # another process
-
-
-class Letters:
-    """A tokenizer of characters."""
-
-    chat_template = None
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [ord(character) for character in text]
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(index) for index in ids)
 
 
 class OneReply:

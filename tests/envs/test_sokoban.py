@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagent.envs import sokoban
 from megagent.envs.base import SPLITS, Task, build_world
 from megagent.envs.sokoban import MOVES, Room, SokobanConfig, SokobanWorld
 from megagent.errors import ConfigError, MegagentError
@@ -126,6 +127,7 @@ def test_another_process_makes_the_same_rooms() -> None:
     assert shown.strip() == SokobanWorld(SokobanConfig()).digest
 
 
-def test_more_rooms_than_there_are_is_one_sentence() -> None:
+def test_more_rooms_than_there_are_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sokoban, "_MOST_FRUITLESS", 500)
     with pytest.raises(ConfigError, match=r"env.rooms=3000: only \d+ different ones of env.size=5 were found"):
         SokobanWorld(SokobanConfig(size=5, moves=1, rooms=3000)).tasks("train")

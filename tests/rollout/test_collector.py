@@ -15,18 +15,7 @@ from megagent.rollout.collector import Collector
 from megagent.rollout.engine import Generation, Sampling
 from megagent.rollout.episode import step_rows
 from megagent.rollout.metrics import rollout_metrics
-
-
-class Letters:
-    """A tokenizer of characters."""
-
-    chat_template = None
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [ord(character) for character in text]
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(index) for index in ids)
+from tests.letters import Letters
 
 
 class Script:

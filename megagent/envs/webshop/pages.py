@@ -57,6 +57,7 @@ class Card:
 
 
 def card(product: Product, position: int) -> Card:
+    """A product as pages of results show it. position: in the catalogue."""
     parts = (*_texts(product.title), *_texts(product.price_tag))
     return Card(position, product.asin, parts, quoted([Part("product", product.asin), *parts]))
 
@@ -77,6 +78,7 @@ class Item:
 
 
 def item(product: Product, position: int, rules: Rules) -> Item:
+    """The page of a product, with what can be clicked there under these rules. position: in the catalogue."""
     choices = option_labels(product, rules)
     labels = {choice: label for label, choice in choices.items()}
     options = tuple(
@@ -125,6 +127,7 @@ def option_labels(product: Product, rules: Rules) -> dict[str, tuple[str, str]]:
 
 
 def actions_of(clickables: Iterable[str]) -> tuple[str, ...]:
+    """The action of each label, as an agent writes it."""
     return tuple([f"click[{label}]" for label in clickables])
 
 

@@ -139,7 +139,15 @@ def open_records(records: Records) -> Source:
         if not isinstance(table, dict) and (table is not None or role in _NEEDED):
             _wrong_kind(broken, names, role, kind(table))
             tables[role] = None
-    return Source(name, items, tables["attributes"], tables["human instructions"], tables["title nouns"], names, broken)
+    return Source(
+        name=name,
+        items=items,
+        attributes=tables["attributes"],
+        human=tables["human instructions"],
+        nouns=tables["title nouns"],
+        names=names,
+        broken=broken,
+    )
 
 
 def open_folder(folder: str | Path, scratch: Path | None = None) -> Source:
@@ -152,32 +160,35 @@ def open_folder(folder: str | Path, scratch: Path | None = None) -> Source:
     paths = _find_files(folder)
     names = {role: str(path) for role, path in paths.items()}
     broken: dict[str, Findings] = {}
-    tables: dict[str, SpilledTable | None] = {}
-    for role, path in paths.items():
-        if role == "items":
-            continue
-        try:
-            with JsonFile(path) as file:
-                if file.kind() == "{":
-                    tables[role] = SpilledTable(file, scratch)
-                else:
-                    _wrong_kind(broken, names, role, _kind_of(file.kind()))
-        except CatalogError as error:
-            broken[role] = Findings(names[role])
-            broken[role].add("file", str(error).removeprefix(f"{path}: "))
+    tables = {role: _table(path, role, scratch, broken, names) for role, path in paths.items() if role != "items"}
     items = JsonFile(paths["items"])
     return Source(
-        str(folder),
-        _stream(items, broken, names),
-        tables.get("attributes"),
-        tables.get("human instructions"),
-        tables.get("title nouns"),
-        names,
-        broken,
-        lambda: items.position,
-        items.size,
-        [items.close, *(table.close for table in tables.values() if table)],
+        name=str(folder),
+        items=_stream(items, broken, names),
+        attributes=tables.get("attributes"),
+        human=tables.get("human instructions"),
+        nouns=tables.get("title nouns"),
+        names=names,
+        broken=broken,
+        read=lambda: items.position,
+        size=items.size,
+        closes=[items.close, *(table.close for table in tables.values() if table)],
     )
+
+
+def _table(
+    path: Path, role: str, scratch: Path | None, broken: dict[str, Findings], names: Mapping[str, str]
+) -> SpilledTable | None:
+    """The entries of a file; None if it is broken as a whole, which is recorded with the other faults."""
+    try:
+        with JsonFile(path) as file:
+            if (first := file.kind()) == "{":
+                return SpilledTable(file, scratch)
+    except CatalogError as error:
+        _record(broken, names, role, str(error).removeprefix(f"{path}: "))
+    else:
+        _wrong_kind(broken, names, role, _kind_of(first))
+    return None
 
 
 def _stream(items: JsonFile, broken: dict[str, Findings], names: Mapping[str, str]) -> Iterator[Any]:
@@ -188,8 +199,7 @@ def _stream(items: JsonFile, broken: dict[str, Findings], names: Mapping[str, st
         else:
             _wrong_kind(broken, names, "items", _kind_of(first))
     except CatalogError as error:
-        broken["items"] = Findings(names["items"])
-        broken["items"].add("file", str(error).removeprefix(f"{items.path}: "))
+        _record(broken, names, "items", str(error).removeprefix(f"{items.path}: "))
 
 
 def _find_files(folder: Path) -> dict[str, Path]:
@@ -217,8 +227,13 @@ def _find_files(folder: Path) -> dict[str, Path]:
 
 def _wrong_kind(broken: dict[str, Findings], names: Mapping[str, str], role: str, found: str) -> None:
     wanted = "a list of products" if role == "items" else "an object of asin -> entry"
+    _record(broken, names, role, f"holds {found} where {wanted} is expected")
+
+
+def _record(broken: dict[str, Findings], names: Mapping[str, str], role: str, what: str) -> None:
+    """Notes what is wrong with a file as a whole."""
     broken[role] = Findings(names[role])
-    broken[role].add("file", f"holds {found} where {wanted} is expected")
+    broken[role].add("file", what)
 
 
 def _kind_of(first: str) -> str:
