@@ -8,7 +8,7 @@ from torch import Tensor
 from megagent.algos.values import VALUE_METRICS, value_loss
 from megagent.batch import Jagged, StepBatch
 from megagent.parallel import schedule
-from megagent.parallel.learner import Learner, restored
+from megagent.parallel.learner import Learner, loss_tokens, restored
 from megagent.parallel.schedule import MicroBatch
 
 
@@ -43,7 +43,7 @@ class Critic(Learner):
         columns = ["response_mask", "values", "value_targets"]
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
         mini_batches = self._mini_batches(len(sequences))
-        counts = self._loss_tokens(shard, mini_batches)
+        counts = self._totals(loss_tokens(shard), mini_batches)
 
         totals = torch.zeros(len(VALUE_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr

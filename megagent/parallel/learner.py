@@ -51,10 +51,8 @@ class Learner:
         generator.manual_seed(seed * 4096 + self.topology.dp_rank)
         return torch.randperm(rows, generator=generator)
 
-    def _loss_tokens(self, shard: StepBatch, mini_batches: list[Tensor]) -> list[float]:
-        """Loss tokens of each mini-batch, over all replicas."""
-        loss_tokens = (shard["response_mask"].values != 0).to(torch.int64)
-        per_row = shard["response_mask"].like(loss_tokens).sums()
+    def _totals(self, per_row: Tensor, mini_batches: list[Tensor]) -> list[float]:
+        """Sums of per_row [rows] over each mini-batch and all replicas."""
         return self.topology.sum_over_replicas([float(per_row[rows].sum()) for rows in mini_batches]).tolist()
 
     def _cut(self, sequences: schedule.Sequences, rows: Tensor, micro_batch_rows: int) -> list[Tensor]:
@@ -85,6 +83,12 @@ class Learner:
             )
         self.steps += 1
         return norm
+
+
+def loss_tokens(shard: StepBatch) -> Tensor:
+    """[rows] int64: how many of its tokens carry loss."""
+    mask: Jagged = shard["response_mask"]
+    return mask.like(mask.values != 0).sums()
 
 
 def restored(parts: list[Tensor], cut: list[Tensor], responses: Jagged) -> Jagged:

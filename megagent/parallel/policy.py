@@ -14,7 +14,7 @@ from megagent.batch import Jagged, StepBatch
 from megagent.config import AlgoConfig, Config
 from megagent.errors import MegagentError
 from megagent.parallel import platform, schedule
-from megagent.parallel.learner import Learner, restored
+from megagent.parallel.learner import Learner, loss_tokens, restored
 from megagent.parallel.log_probs import Scoring
 from megagent.parallel.model import Stage
 from megagent.parallel.optimizer import Optimizer
@@ -109,7 +109,7 @@ class Policy(Learner):
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
         self.reference.keep()
         mini_batches = self._mini_batches(len(sequences))
-        counts = self._loss_tokens(shard, mini_batches)
+        counts = self._totals(loss_tokens(shard), mini_batches)
 
         totals = torch.zeros(len(LOSS_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr
