@@ -142,7 +142,7 @@ def measure(options: argparse.Namespace, here: platform.Platform, start: float) 
     shape = QUICK if options.quick else SIZES[options.size] if options.size else largest_that_fits()
     estimate = shape.bytes_needed()
     say(
-        f"{shape.parameters / 1e6:,.1f} million parameters, {shape.rows} rows of {shape.prompt} + {shape.response} tokens"
+        f"{shape.parameters / 1e6:,.1f} million parameters; {shape.rows} rows, {shape.prompt} + {shape.response} tokens"
     )
     found = throughput(shape, "fp32" if options.quick else "bf16", deadline=start + 0.8 * LIMIT_S)
     tokens = shape.rows * (shape.prompt + shape.response)

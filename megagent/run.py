@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megagent.algos.adjust import schedule_multiple
 from megagent.algos.credit import charge
 from megagent.algos.kl import KL_COEF_METRIC, KL_METRIC, adapted_kl_coef, mean_kl, resumed_kl_coef
 from megagent.algos.metrics import credit_metrics
+from megagent.algos.schedule import schedule_multiple
 from megagent.algos.values import explained_variance
 from megagent.batch import StepBatch
 from megagent.cluster.bridge import FileBridge
@@ -111,7 +111,7 @@ class Run:
     @cached_property
     def schedule_multiple(self) -> int:
         """Rows come in multiples of this, so that every rank gets whole micro-batches."""
-        return schedule_multiple(self.config.parallel, self.config.trainer)
+        return schedule_multiple(self.config)
 
     def actor_log_probs(self, rows: StepBatch) -> StepBatch:
         """Adds old_log_probs, and notes how far the sampler's own log-probs are from them."""

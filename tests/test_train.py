@@ -136,10 +136,20 @@ def test_bad_input_ends_before_anything_starts(
     assert not (tmp_path / "run").exists()  # refused before the run folder, hence before Ray
 
 
-@pytest.mark.parametrize("overrides", [("parallel=tp2_pp2",), ("parallel=dp2",), ("rollout.tp=2",)], ids=" ".join)
+@pytest.mark.parametrize("overrides", [("parallel=tp2_pp2",), ("rollout.tp=2",)], ids=" ".join)
 def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = finished(tmp_path / "run", *overrides)
     assert_trained(run)
+    assert run.leftovers(within_s=PATIENCE_S) == []
+
+
+def test_ppo_trains_with_a_critic_on_two_replicas(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", "parallel=dp2", "algo=ppo")
+    assert_trained(run)
+    record = iteration_record(run, 1)
+    assert record["critic/lr"] > 0
+    assert record["critic/grad_norm"] > 0
+    assert (run.folder / "checkpoints" / "iteration_0000001" / "critic").is_dir()
     assert run.leftovers(within_s=PATIENCE_S) == []
 
 

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from megagent.algos.choices import ADJUSTMENTS
 from megagent.algos.groups import padding_rows
-from megagent.algos.schedule import schedule_multiple
 from megagent.batch import Column, Jagged, StepBatch, objects
 from megagent.errors import BatchError
-
-__all__ = ["align", "real_rows", "schedule_multiple"]
 
 
 def align(batch: StepBatch, multiple: int, mode: str = "pad", seed: int = 0) -> StepBatch:

@@ -11,7 +11,7 @@ from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from megagent.config import Config, ParallelConfig, TrainerConfig
+    from megagent.config import Config
 
 
 class PlanRow(NamedTuple):
@@ -147,23 +147,25 @@ _KEYS = {
 }
 
 
-def sizes_of(parallel: ParallelConfig, trainer: TrainerConfig) -> ScheduleSizes:
-    """The sizes of a configuration; actor and reference compute log-probs in the same micro-batches."""
+def sizes_of(config: Config) -> ScheduleSizes:
+    """The sizes of a configuration; log-probs of actor and reference are computed in the same micro-batches."""
+    parallel, trainer = config.parallel, config.trainer
     return ScheduleSizes(
         dp=parallel.dp,
         tp=parallel.tp,
         pp=parallel.pp,
         vpp=parallel.vpp,
         log_prob_rows=trainer.log_prob_micro_batch_rows,
-        reference_rows=trainer.log_prob_micro_batch_rows,
+        reference_rows=trainer.log_prob_micro_batch_rows if config.algo.kl_coef else None,
         actor_rows=trainer.micro_batch_rows,
+        critic_rows=trainer.micro_batch_rows if config.has_critic else None,
         mini_batch_rows=trainer.mini_batch_rows,
     )
 
 
-def schedule_multiple(parallel: ParallelConfig, trainer: TrainerConfig) -> int:
+def schedule_multiple(config: Config) -> int:
     """The rows of an aligned batch are a multiple of this: whole micro-batches on every rank, whole mini-batches."""
-    return row_multiple(sizes_of(parallel, trainer))
+    return row_multiple(sizes_of(config))
 
 
 def batch_plan(config: Config) -> list[PlanRow]:
@@ -171,8 +173,8 @@ def batch_plan(config: Config) -> list[PlanRow]:
     parallel, trainer, env, rollout = config.parallel, config.trainer, config.env, config.rollout
     episodes = trainer.tasks_per_iteration * env.rollout.n
     most = episodes * env.max_steps
-    found = divisors(sizes_of(parallel, trainer), _KEYS)
-    multiple = schedule_multiple(parallel, trainer)
+    found = divisors(sizes_of(config), _KEYS)
+    multiple = schedule_multiple(config)
     mode = config.algo.adjust
     aligned = aligned_rows(most, multiple, mode)
     mini_batches = aligned // trainer.mini_batch_rows
@@ -229,7 +231,6 @@ def batch_problems(config: Config) -> list[str]:
     if problems:
         return problems  # the rest would divide by them
 
-    parallel, trainer = config.parallel, config.trainer
     if config.rollout.n != 1:
         problems.append(
             f"rollout.n={config.rollout.n}: groups are sampled by the environment; "
@@ -240,7 +241,7 @@ def batch_problems(config: Config) -> list[str]:
             f"env.rollout.n={config.env.rollout.n}: advantages compare the episodes of a task, so a group needs at "
             "least 2; use env.rollout.n=8"
         )
-    problems.extend(schedule_problems(sizes_of(parallel, trainer), _KEYS))
+    problems.extend(schedule_problems(sizes_of(config), _KEYS))
     problems.extend(_iteration_problems(config))
     return problems
 
@@ -265,7 +266,7 @@ def _iteration_problems(config: Config) -> list[str]:
             "iteration); use fewer rows, or more trainer.tasks_per_iteration"
         )
         return [sentence]
-    multiple = schedule_multiple(parallel, trainer)
+    multiple = schedule_multiple(config)
     if multiple > most:
         sentence = (
             f"trainer.log_prob_micro_batch_rows={trainer.log_prob_micro_batch_rows}: with mini-batches of "

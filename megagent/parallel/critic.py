@@ -43,8 +43,7 @@ class Critic(Learner):
         columns = ["response_mask", "values", "value_targets"]
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
         mini_batches = self._mini_batches(len(sequences))
-        mask = shard["response_mask"]
-        counts = self._counts(mask.like((mask.values != 0).to(torch.int64)).sums(), mini_batches)
+        counts = self._totals(_loss_tokens(shard), mini_batches)
 
         totals = torch.zeros(len(VALUE_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr
@@ -82,3 +81,9 @@ class _ValueLoss:
     def __call__(self, micro_batch: MicroBatch, answer: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss, sums = value_loss(answer[:, 0], micro_batch.columns, self.clip, self.denominator)
         return loss, {**sums, "loss": loss.detach()}
+
+
+def _loss_tokens(shard: StepBatch) -> Tensor:
+    """[rows] int64: how many of its tokens carry loss."""
+    mask: Jagged = shard["response_mask"]
+    return mask.like(mask.values != 0).sums()

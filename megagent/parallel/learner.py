@@ -51,7 +51,7 @@ class Learner:
         generator.manual_seed(seed * 4096 + self.topology.dp_rank)
         return torch.randperm(rows, generator=generator)
 
-    def _counts(self, per_row: Tensor, mini_batches: list[Tensor]) -> list[float]:
+    def _totals(self, per_row: Tensor, mini_batches: list[Tensor]) -> list[float]:
         """Sums of per_row [rows] over each mini-batch and all replicas."""
         return self.topology.sum_over_replicas([float(per_row[rows].sum()) for rows in mini_batches]).tolist()
 

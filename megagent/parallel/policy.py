@@ -111,7 +111,7 @@ class Policy(Learner):
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
         self.reference.keep()
         mini_batches = self._mini_batches(len(sequences))
-        counts = self._counts(loss_shares(shard, algo), mini_batches)
+        counts = self._totals(loss_shares(shard, algo), mini_batches)
 
         totals = torch.zeros(len(LOSS_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr

@@ -29,19 +29,30 @@ from megagent.config import Config, ParallelConfig, TrainerConfig
 def test_the_seed_recipe_aligns_1890_rows_to_1920() -> None:
     """Passes of 16 x 2 and 8 x 2 rows need a multiple of 32; so do mini-batches of 32 rows."""
     sizes = TrainerConfig(mini_batch_rows=32, micro_batch_rows=8, log_prob_micro_batch_rows=16)
-    multiple = schedule_multiple(ParallelConfig(dp=2), sizes)
+    multiple = schedule_multiple(Config(parallel=ParallelConfig(dp=2), trainer=sizes))
     assert multiple == 32
     assert -(-1890 // multiple) * multiple == 1920
 
 
 def test_whole_mini_batches_are_part_of_the_multiple() -> None:
     sizes = TrainerConfig(mini_batch_rows=64, micro_batch_rows=8, log_prob_micro_batch_rows=16)
-    assert schedule_multiple(ParallelConfig(dp=2), sizes) == 64
+    assert schedule_multiple(Config(parallel=ParallelConfig(dp=2), trainer=sizes)) == 64
 
 
 def test_tensor_and_pipeline_ranks_do_not_multiply_rows() -> None:
-    alone = schedule_multiple(ParallelConfig(dp=2), TrainerConfig())
-    assert schedule_multiple(ParallelConfig(tp=4, pp=2, dp=2), TrainerConfig()) == alone
+    alone = schedule_multiple(Config(parallel=ParallelConfig(dp=2)))
+    assert schedule_multiple(Config(parallel=ParallelConfig(tp=4, pp=2, dp=2))) == alone
+
+
+def test_passes_that_a_run_does_not_have_are_not_in_its_table() -> None:
+    names = {row.name for row in batch_plan(Config())}
+    assert "rows of one reference pass over all ranks" in names
+    assert "rows of one critic pass over all ranks" not in names
+    config = Config()
+    config.algo.estimator, config.algo.kl_coef = "gae", 0.0
+    names = {row.name for row in batch_plan(config)}
+    assert "rows of one reference pass over all ranks" not in names
+    assert "rows of one critic pass over all ranks" in names
 
 
 def test_the_table_of_the_default_recipe() -> None:

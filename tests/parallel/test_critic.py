@@ -16,7 +16,7 @@ from tests.parallel.pool import RankPool
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS: list[jobs.Layout] = [{}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "sequence_parallel": True}]
+LAYOUTS: list[jobs.Layout] = [{}, {"tp": 2, "pp": 2, "vpp": 2}, {"tp": 2, "dp": 2, "sequence_parallel": True}]
 
 
 def critic_config(model: Path, layout: jobs.Layout) -> Config:
