@@ -64,7 +64,8 @@ def to_megatron(source: Path, out: Path, degrees: Degrees, options: Options) -> 
         hf_folder.copy_companions(stored.companions, inner / megatron_folder.COMPANIONS, options.dtype)
         return laid
 
-    _convert(stored, out, lay_out, options)
+    padded = stored.architecture.padded_vocab(degrees.tp)
+    _convert(stored, out, lay_out, options, padded)
     return out / megatron_folder.RELEASE
 
 
@@ -85,16 +86,26 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Path
 
 
 def _convert(
-    stored: Stored, out: Path, lay_out: Callable[[Path], tuple[Layout, Extents, int]], options: Options
+    stored: Stored,
+    out: Path,
+    lay_out: Callable[[Path], tuple[Layout, Extents, int]],
+    options: Options,
+    padded_vocab: int = 0,
 ) -> None:
-    """Plan, check, copy, rename: nothing has the name `out` before everything is in it."""
+    """Plan, check, copy, rename: nothing has the name `out` before everything is in it.
+
+    padded_vocab: rows of the vocabulary in what is written, if it is padded.
+    """
     if options.workers < 1:
         raise MegagentError(f"--workers={options.workers}: at least one process has to do the work")
     if out.resolve() == stored.folder.resolve() or out.resolve() in stored.folder.resolve().parents:
         raise MegagentError(f"{out} is, or holds, what is converted; choose another folder")
     with Destination(out, options.resume, options.overwrite) as destination:
-        finished = destination.begin(_identity(stored, options))
-        layout, extents, size = lay_out(destination.folder)
+        try:
+            finished = destination.begin((padded_vocab, *_identity(stored, options)))
+            layout, extents, size = lay_out(destination.folder)
+        except OSError as error:
+            raise copying.failed(str(destination.folder), error) from error
         destination.require_space(size)
         plan = make_plan(stored.layout, layout, cast=True)
         plan.check()
@@ -109,7 +120,10 @@ def _convert(
                 progress.add(count)
 
             copying.perform(todo, min(options.workers, len(todo) or 1), done, str(destination.folder))
-        destination.finish(options.sync)
+        try:
+            destination.finish(options.sync)
+        except OSError as error:
+            raise copying.failed(str(destination.folder), error) from error
 
 
 def _identity(stored: Stored, options: Options) -> Iterable[object]:

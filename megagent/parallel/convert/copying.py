@@ -117,11 +117,15 @@ def perform(todo: Sequence[tuple[int, Task]], workers: int, done: Callable[[int,
             f"a process that wrote {where} died (killed, or out of memory?); go on with --resume, maybe fewer --workers"
         ) from None
     except OSError as error:
-        if error.errno in _FULL:
-            raise MegagentError(
-                f"{where}: {os.strerror(error.errno or 0)}; make room and go on with --resume, or remove the folder"
-            ) from error
-        raise MegagentError(f"{where}: {error}; put it right and go on with --resume") from error
+        raise failed(where, error) from error
+
+
+def failed(where: str, error: OSError) -> MegagentError:
+    """What an error of the file system means to who converts into `where`."""
+    if error.errno in _FULL:
+        reason = os.strerror(error.errno or 0)
+        return MegagentError(f"{where}: {reason}; make room and go on with --resume, or remove the folder")
+    return MegagentError(f"{where}: {error}; put it right and go on with --resume")
 
 
 def assemble(block: Block) -> bytearray:
@@ -339,5 +343,13 @@ def _cast(part: np.ndarray, source: str, target: str) -> np.ndarray:
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     item, wanted = BYTES[source], BYTES[target]
     signed = torch.from_numpy(np.ascontiguousarray(part).view(f"i{item}"))
-    values = signed.view(kinds[source]).to(kinds[target])
+    wide = signed.view(kinds[source])
+    values = wide.to(kinds[target])
+    if torch.finfo(kinds[target]).max < torch.finfo(kinds[source]).max and not torch.equal(
+        wide.isinf(), values.isinf()
+    ):
+        raise MegagentError(
+            f"there are weights up to {float(wide[wide.isfinite()].abs().max()):.3g}, and {target} ends at "
+            f"{torch.finfo(kinds[target]).max:.3g}; choose another --dtype"
+        )
     return values.view(integers[wanted]).numpy().view(f"u{wanted}")

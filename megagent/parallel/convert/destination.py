@@ -47,6 +47,10 @@ class Destination:
             raise MegagentError(
                 f"another process is writing {self.path}; wait for it or choose another place"
             ) from None
+        if not self._locked_here():
+            os.close(self._lock)
+            self._lock = None
+            raise MegagentError(f"another process has just ended writing {self.path}; look at what it did")
         return self
 
     def __exit__(
@@ -114,7 +118,17 @@ class Destination:
         if sync:
             _sync(self.path.parent)
 
+    def _locked_here(self) -> bool:
+        """Whether the lock is that of the folder, and not of one that was renamed or removed meanwhile."""
+        assert self._lock is not None
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.stat(self._journal))
+        except FileNotFoundError:
+            return False
+
     def _refuse_existing(self) -> None:
+        if self.path.is_symlink():
+            raise MegagentError(f"{self.path} is a link; give the folder that it leads to, or another one")
         if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
             return
         if not self._overwrite:

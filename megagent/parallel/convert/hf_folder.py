@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MegagentError(f"{path.parent} has no {path.name}; give the folder of a model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MegagentError(f"{path} cannot be read ({error}); download or export it again") from None
     if not isinstance(content, dict):
         raise MegagentError(f"{path} holds no JSON object; download or export it again")
@@ -171,7 +171,10 @@ def _weight_map(folder: Path, faults: list[str]) -> dict[str, str] | None:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise MegagentError(f"{path} has no weight_map of tensors to files; download or export the model again")
-    outside = {file for file in weight_map.values() if Path(file).name != file}
+    if (folder / WEIGHTS).exists() and WEIGHTS not in weight_map.values():
+        # Of the two transformers reads the one file, and vLLM the index.
+        faults.append(f"there is a {WEIGHTS} that {INDEX} does not name; remove what is not of this model")
+    outside = {file for file in weight_map.values() if Path(file).name != file or file in ("", "..")}
     faults += [f"{INDEX} names {file!r}, which is outside the folder" for file in sorted(outside)]
     if outside:
         refuse(folder, faults)
@@ -189,14 +192,11 @@ def _header(path: Path, faults: list[str]) -> Header:
                 return {}
             content = json.loads(file.read(length))
         content.pop("__metadata__", None)
-        found = {
-            str(name): (str(entry["dtype"]), tuple(map(int, entry["shape"])), tuple(map(int, entry["data_offsets"])))
-            for name, entry in content.items()
-        }
+        found = {str(name): _entry(entry) for name, entry in content.items()}
     except FileNotFoundError:
         faults.append(f"{path.name} is missing")
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         faults.append(f"{path.name} has no readable header ({type(error).__name__}: {error})")
         return {}
     position = 0
@@ -212,6 +212,11 @@ def _header(path: Path, faults: list[str]) -> Header:
         faults.append(f"{path.name} is {size} bytes and its header speaks of {8 + length + position}: it is cut off")
         return {}
     return {name: (dtype, shape, 8 + length + begin) for name, (dtype, shape, (begin, _)) in found.items()}
+
+
+def _entry(entry: Mapping[str, Any]) -> tuple[str, Shape, tuple[int, int]]:
+    begin, end = map(int, entry["data_offsets"])
+    return str(entry["dtype"]), tuple(map(int, entry["shape"])), (begin, end)
 
 
 def _differences(

@@ -44,6 +44,7 @@ _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1} | {
     "common_backend_version": 1,
 }
 _OPTIMIZER = ("optimizer.", "chained_")
+_LONGEST_NAME = 100  # bytes of a tracker that are read: a folder named by more cannot be looked for
 _EXTRA = "._extra_state"
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
@@ -53,12 +54,18 @@ _WITH_EXTRA_STATE = ("linear_qkv", "linear_proj", "core_attention", "linear_fc1"
 
 def resolve(folder: Path) -> Path:
     """The checkpoint itself, for a folder that holds several and says which is the newest; else the folder."""
-    tracker, training = folder / TRACKER, folder / _TRAINING_TRACKER
-    if tracker.is_file():
-        named = tracker.read_text(encoding="utf-8").strip()
-        return folder / (named if named == RELEASE or not named.isdigit() else f"iter_{int(named):07d}")
-    if training.is_file():
-        return folder / training.read_text(encoding="utf-8").strip()
+    for tracker in (folder / TRACKER, folder / _TRAINING_TRACKER):
+        if tracker.is_file():
+            named = tracker.read_bytes()[:_LONGEST_NAME].decode(errors="replace").strip()
+            number = named.isascii() and named.isdigit() and tracker.name == TRACKER
+            checkpoint = f"iter_{int(named):07d}" if number else named
+            if not is_megatron(folder / checkpoint):
+                if (folder / "config.json").is_file():
+                    break  # other trainers leave such a file beside a model
+                raise MegagentError(
+                    f"{tracker} says that the newest checkpoint is {checkpoint!r}, which is none; give its folder"
+                )
+            return folder / checkpoint
     return folder
 
 

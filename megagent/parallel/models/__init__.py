@@ -20,7 +20,8 @@ FAMILIES: tuple[Family, ...] = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family of a model by the `architectures` of its config.json; raises ConfigError for one that has none."""
-    named = tuple(hf_config.get("architectures") or ())
+    listed = hf_config.get("architectures") or ()
+    named = tuple(map(str, listed)) if isinstance(listed, list | tuple) else (str(listed),)
     for family in FAMILIES:
         if named == (family.hf_class,):
             return family

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ class ConfigReader:
 
     def __init__(self, config: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> None:
         self.config = {**defaults, **config}
+        self._default_theta = float(defaults.get("rope_theta", 10000.0))
         self.family = family
         self.problems: list[str] = []
         self._read: set[str] = set()
@@ -65,7 +67,7 @@ class ConfigReader:
         value = self.value(key)
         if value is None:
             return self._absent(key, default, 1.0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             self.problem(f"{key}={value!r}: a number of at least 0 is needed; {BELONGING}")
             return 1.0
         return float(value)
@@ -98,8 +100,8 @@ class ConfigReader:
                 values |= {name: value for name, value in part.items() if value is not None}
         theta = values.pop("rope_theta")
         if theta is None:
-            theta = 10000.0  # transformers' default
-        elif isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+            theta = self._default_theta  # null counts as absent
+        elif isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
             self.problem(f"rope_theta={theta!r}: a number above 0 is needed; {BELONGING}")
             theta = 10000.0
         kinds = [values.pop(key) for key in ("rope_type", "type") if key in values]
@@ -130,7 +132,7 @@ class ConfigReader:
             if (value := values.pop(name, None)) != fixed:
                 self.problem(f"rope_scaling.{name}={value!r}: Megatron computes with {fixed}; choose another model")
         factor = values.pop("factor", None)
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf:
             self.problem(f"rope_scaling.factor={factor!r}: a number of at least 1 is needed; {BELONGING}")
             return 1.0
         return float(factor)
@@ -145,6 +147,9 @@ class ConfigReader:
         if kinds is None:
             windowed = enabled and window is not None and below < layers
         else:
+            if not isinstance(kinds, list | tuple) or len(kinds) != layers:
+                self.problem(f"layer_types={_short(kinds)}: a list of {layers}, one a layer, is needed; {BELONGING}")
+                return
             windowed = any(kind != "full_attention" for kind in kinds)
         if windowed and (not isinstance(window, int) or window < positions):
             self.problem(

@@ -231,3 +231,53 @@ def test_finished_tasks_count_for_resume_and_until_the_machine_is_started_again(
         destination.done(3)
     with conversion.Destination(tmp_path / "there", resume=True) as destination:
         assert destination.begin(["work"]) == {*left, 3}
+
+
+def test_resume_starts_over_when_the_vocabulary_is_padded_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = random_weights("qwen2")
+    source = write_folder(tmp_path / "model", "qwen2", weights)
+    with monkeypatch.context() as patch:
+        fail_after(patch, 20, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            conversion.to_megatron(source, tmp_path / "there", Degrees(), QUIET)
+    conversion.to_megatron(source, tmp_path / "there", Degrees(tp=2), Options(resume=True, quiet=True))
+    assert same(read_folder(conversion.to_hf(tmp_path / "there", tmp_path / "back", None, QUIET)), weights)
+
+
+def test_a_weight_beyond_the_dtypes_range_is_an_error_and_not_infinite(tmp_path: Path) -> None:
+    weights = random_weights("qwen2")
+    weights["model.norm.weight"][3] = 1e6
+    source = write_folder(tmp_path / "model", "qwen2", weights)
+    with pytest.raises(MegagentError, match="weights up to 9.99e.05, and F16 ends at 6.55e.04; choose another --dtype"):
+        conversion.to_megatron(source, tmp_path / "there", Degrees(), Options(dtype="fp16", quiet=True))
+    assert not (tmp_path / "there").exists()
+
+
+def test_an_output_that_is_a_link_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "model", "qwen2")
+    os.symlink(tmp_path / "nowhere", tmp_path / "there")
+    with pytest.raises(MegagentError, match="there is a link; give the folder that it leads to"):
+        conversion.to_megatron(source, tmp_path / "there", Degrees(), QUIET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "there"]
+
+
+def test_a_disk_that_is_full_from_the_start_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = write_folder(tmp_path / "model", "qwen2")
+    monkeypatch.setattr("megagent.parallel.convert.megatron_folder.write_sparse", full)
+    with pytest.raises(MegagentError, match="No space left on device; make room"):
+        conversion.to_megatron(source, tmp_path / "there", Degrees(), QUIET)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_lock_on_a_folder_that_was_renamed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object) -> None:
+        os.rename(tmp_path / ".there.partial", tmp_path / "there")
+
+    monkeypatch.setattr("megagent.parallel.convert.destination.fcntl.flock", late)
+    with pytest.raises(MegagentError, match="another process has just ended writing"):
+        conversion.Destination(tmp_path / "there").__enter__()

@@ -66,6 +66,18 @@ def overlapping(header: dict[str, dict[str, object]]) -> None:
     header["model.norm.weight"]["data_offsets"] = [0, 16]
 
 
+def three_offsets(header: dict[str, dict[str, object]]) -> None:
+    header["model.norm.weight"]["data_offsets"] = [0, 16, 32]
+
+
+def endless(header: dict[str, dict[str, object]]) -> None:
+    header["model.norm.weight"]["shape"] = [float("inf")]
+
+
+def nested(path: Path) -> None:
+    path.write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000)
+
+
 def too_large(header: dict[str, dict[str, object]]) -> None:
     header["model.norm.weight"]["shape"] = [9]
 
@@ -77,6 +89,9 @@ def too_large(header: dict[str, dict[str, object]]) -> None:
         (cut_in_the_header, r"model.safetensors is cut off or no safetensors file \(50 bytes\)"),
         (empty, r"model.safetensors is cut off or no safetensors file \(0 bytes\)"),
         (no_header, "model.safetensors has no readable header"),
+        (nested, "model.safetensors has no readable header"),
+        (edited(three_offsets), "model.safetensors has no readable header"),
+        (edited(endless), "model.safetensors has no readable header"),
         (edited(overlapping), "the bytes of .* do not follow those of the tensor before"),
         (edited(too_large), r"model.norm.weight has 16 bytes, and BF16 \[9\] needs others"),
     ],
@@ -150,4 +165,12 @@ def test_a_folder_that_is_no_model_is_refused(file: str, message: str, tmp_path:
     folder = write_folder(tmp_path / "model", "qwen2")
     (folder / file).unlink()
     with pytest.raises(MegagentError, match=message):
+        hf_folder.open_folder(folder)
+
+
+def test_one_file_beside_the_index_of_others_is_a_fault(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", "qwen2", files=2)
+    other = write_folder(tmp_path / "other", "qwen2")
+    (other / WEIGHTS).rename(folder / WEIGHTS)
+    with pytest.raises(MegagentError, match="a model.safetensors that model.safetensors.index.json does not name"):
         hf_folder.open_folder(folder)

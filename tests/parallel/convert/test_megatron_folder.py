@@ -119,6 +119,7 @@ def test_a_pickle_in_a_chunk_runs_nothing(tmp_path: Path) -> None:
 def test_the_newest_of_several_checkpoints_is_taken(tmp_path: Path) -> None:
     for name in ("iter_0000010", "iteration_0000003", "release"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "metadata.json").write_text("{}")
     (tmp_path / "latest").write_text("iteration_0000003\n")
     assert megatron_folder.resolve(tmp_path).name == "iteration_0000003"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
@@ -153,3 +154,10 @@ def test_a_tensor_that_is_not_contiguous_is_refused() -> None:
     torch.save(torch.zeros(3, 4).T, record)
     with pytest.raises(ValueError, match="not contiguous"):
         torch_record.find(record)
+
+
+@pytest.mark.parametrize("named", [b"", b"\xff\xfe", "\u00b2".encode(), b"a\0b", b"9" * 5000, b"17", b"gone"])
+def test_a_tracker_that_leads_nowhere_is_one_clear_error(named: bytes, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(named)
+    with pytest.raises(MegagentError, match="says that the newest checkpoint is .*, which is none"):
+        megatron_folder.resolve(tmp_path)

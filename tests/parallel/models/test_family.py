@@ -106,11 +106,19 @@ def test_the_number_of_experts_is_read_in_both_spellings() -> None:
         ("qwen2", {"hidden_size": 9}, "does not divide hidden_size"),
         ("qwen2", {"use_mrope": True}, "use_mrope=True"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 32}, "sliding_window=32 is smaller"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "sliding_window=8"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention"] * 3 + ["sliding_attention"], "sliding_window": 8},
+            "sliding_window=8",
+        ),
         ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type yarn is not supported"),
         ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope type linear"),
         ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("qwen2", {"rope_parameters": {"rope_type": "default", "beta_fast": 32}}, "rope parameters beta_fast"),
+        ("qwen2", {"rope_theta": float("nan")}, "rope_theta=nan: a number above 0"),
+        ("qwen2", {"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: a number of at least 0"),
+        ("qwen2", {"layer_types": 5}, "layer_types=5: a list of"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "a list of"),
         ("qwen2", {"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
         ("qwen2", {"auto_map": {"AutoModel": "modeling.Mine"}}, "code of its own"),
         ("qwen2", {"logit_softcap": 30.0}, "logit_softcap=30.0: not known of qwen2 models"),
@@ -165,8 +173,10 @@ def test_a_mistral_config_without_a_window_has_transformers_default_one() -> Non
         architecture_of(config)
 
 
-@pytest.mark.parametrize("named", [["GPT2LMHeadModel"], [], None, ["Qwen2ForCausalLM", "Qwen3ForCausalLM"]])
-def test_unknown_architectures_are_answered_with_the_known_ones(named: list[str] | None) -> None:
+@pytest.mark.parametrize(
+    "named", [["GPT2LMHeadModel"], [], None, 5, [5], "GPT2LMHeadModel", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"]]
+)
+def test_unknown_architectures_are_answered_with_the_known_ones(named: Any) -> None:
     with pytest.raises(ConfigError, match=r"use one of: Qwen2ForCausalLM, Qwen3ForCausalLM"):
         family_of({"architectures": named})
 
@@ -186,3 +196,7 @@ def test_making_one_model_leaves_no_trace_in_another() -> None:
     before = architecture_of(TINY["llama"]).hf_shapes()
     architecture_of({**TINY["llama"], "num_hidden_layers": 9, "attention_bias": True, "mlp_bias": True}).hf_shapes()
     assert architecture_of(TINY["llama"]).hf_shapes() == before
+
+
+def test_a_rotary_base_of_null_is_the_familys_default() -> None:
+    assert architecture_of({**TINY["mixtral"], "rope_theta": None}).rope.theta == 1e6
