@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -50,10 +51,19 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """query: [tokens, rows, heads, head_dim]; key, value: [tokens, rows, groups, head_dim].
 
-        Returns [tokens, rows, heads x head_dim]. Raises ValueError for what it cannot do, rather than ignore it.
+        packed_seq_params (Megatron's PackedSeqParams): rows lie end to end, without the axis of rows: [tokens, heads,
+        head_dim] and [tokens, groups, head_dim]. Returns [tokens, rows, heads x head_dim], a row where it is packed.
+        Raises ValueError for what it cannot do, rather than ignore it.
         """
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("TorchAttention takes no mask, bias or packed sequences: rows are right-padded")
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError("TorchAttention takes no mask or bias: rows are right-padded or packed")
+        if packed_seq_params is None:
+            return self._attend(query, key, value)
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        rows = zip(*(tensor[:, None].split(lengths) for tensor in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*row) for row in rows])
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),

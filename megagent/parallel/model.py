@@ -48,6 +48,7 @@ class Stage:
     degrees: Degrees
     place: Place
     values: bool = False  # whether the output layer is a value head
+    packs: bool = False  # whether rows of a micro-batch lie end to end, without padding
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -99,7 +100,7 @@ def build(config: Config, topology: Topology, architecture: Architecture, values
     no_sync = [chunk.no_sync for chunk in wrapped]
     transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     transformer.finalize_model_grads_func = _finalize_without_scaling
-    return Stage(chunks, wrapped, transformer, architecture, degrees, topology.place, values)
+    return Stage(chunks, wrapped, transformer, architecture, degrees, topology.place, values, config.trainer.pack_rows)
 
 
 def transformer_config(architecture: Architecture, degrees: Degrees, dtype: torch.dtype) -> TransformerConfig:

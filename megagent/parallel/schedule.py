@@ -1,8 +1,9 @@
 """Micro-batches of a StepBatch, and Megatron's pipeline schedules over them.
 
 A micro-batch is right-padded to its own longest row; causal attention never sees padding from a real token, so no mask
-is needed. Only the positions that predict a wanted token get logits, and what comes out is one value for each of them,
-in the order of the rows: the values of a Jagged column.
+is needed. With trainer.pack_rows its rows lie end to end instead, and attention is told where each begins. Only the
+positions that predict a wanted token get logits, and what comes out is one value for each of them, in the order of the
+rows: the values of a Jagged column.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn import functional
@@ -29,7 +31,8 @@ from megagent.parallel.output import Question
 class MicroBatch:
     """Some rows, ready for the model, on its device.
 
-    tokens, positions: [rows, length] int64, right-padded with 0. n tokens are predicted:
+    tokens, positions: [rows, length] int64, right-padded with 0, or [1, all tokens] with `packed`, which says where
+    each row begins. n tokens are predicted:
     selected: [n] int64, position x rows + row, from where each is predicted; targets: [n] int64, what they are;
     columns: [n] each, values that go with the targets.
     """
@@ -39,6 +42,7 @@ class MicroBatch:
     selected: Tensor
     targets: Tensor
     columns: dict[str, Tensor]
+    packed: PackedSeqParams | None = None
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,12 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def micro_batch(self, rows: Tensor, length_multiple: int = 1) -> MicroBatch:
+    def micro_batch(self, rows: Tensor, length_multiple: int = 1, packs: bool = False) -> MicroBatch:
         """The rows at these indices [rows]. If they have nothing to predict, one token is, with zeros for columns.
 
         Without any, a collective over the vocabulary would be asked to move nothing, which not every backend can.
-        length_multiple: rows are padded to a multiple of it. No rows at all: one, of which nothing counts.
+        length_multiple: rows are padded to a multiple of it. packs: the rows lie end to end, and all of them together
+        are filled up to a multiple. No rows at all: one, of which nothing counts.
         """
         absent = len(rows) == 0
         rows = torch.zeros(1, dtype=torch.int64) if absent else rows
@@ -75,16 +80,39 @@ class Sequences:
         columns = {name: column.take(rows).values[wanted] for name, column in self.columns.items()}
         if idle:
             columns = {name: torch.zeros_like(column) for name, column in columns.items()}
-        padded = tokens.padded(0)
-        padded = functional.pad(padded, (0, -padded.shape[1] % length_multiple))
+        if packs:
+            lengths = tokens.lengths
+            if fill := -tokens.tokens % length_multiple:
+                lengths = torch.cat([lengths, torch.tensor([fill])])  # one more row, of which nothing counts
+            laid = functional.pad(tokens.values, (0, fill))[None]
+            begins = functional.pad(lengths.cumsum(0), (1, 0))
+            positions = torch.arange(laid.shape[1]) - torch.repeat_interleave(begins[:-1], lengths)
+            positions, selected = positions[None], torch.nonzero(wanted).reshape(-1) - 1
+        else:
+            laid = tokens.padded(0)
+            laid = functional.pad(laid, (0, -laid.shape[1] % length_multiple))
+            positions = torch.arange(laid.shape[1]).expand_as(laid)
+            selected = (place[wanted] - 1) * len(rows) + tokens.row_of_token[wanted]
         here = platform.current()
         return MicroBatch(
-            tokens=here.to_device(padded),
-            positions=here.to_device(torch.arange(padded.shape[1]).expand_as(padded)),
-            selected=here.to_device((place[wanted] - 1) * len(rows) + tokens.row_of_token[wanted]),
+            tokens=here.to_device(laid),
+            positions=here.to_device(positions),
+            selected=here.to_device(selected),
             targets=here.to_device(tokens.values[wanted]),
             columns={name: here.to_device(column) for name, column in columns.items()},
+            packed=_packed(here.to_device(begins.to(torch.int32)), int(lengths.max())) if packs else None,
         )
+
+
+def _packed(begins: Tensor, longest: int) -> PackedSeqParams:
+    """What Megatron's attention and rotary embedding want to know. begins: [rows + 1] int32, from 0 to all tokens."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=begins,
+        cu_seqlens_kv=begins,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def response_sequences(batch: StepBatch, columns: Sequence[str] = (), mask: str | None = None) -> Sequences:
@@ -179,10 +207,10 @@ def run(
     def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         micro_batch = next(data)
         stage.ask(Question(micro_batch.selected, micro_batch.targets, scoring))
-        output = model(micro_batch.tokens, micro_batch.positions, None)
+        output = model(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed)
         return output, partial(_loss_of_output, micro_batch, loss)
 
-    data = [_made(sequences, cut, stage.length_multiple) for _ in stage.wrapped]  # every chunk goes through all of it
+    data = [_made(sequences, cut, stage) for _ in stage.wrapped]  # every chunk goes through all of it
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
         return schedule(
@@ -197,8 +225,8 @@ def run(
         )
 
 
-def _made(sequences: Sequences, cut: Iterable[Tensor], length_multiple: int) -> Iterator[MicroBatch]:
-    return (sequences.micro_batch(rows, length_multiple) for rows in cut)
+def _made(sequences: Sequences, cut: Iterable[Tensor], stage: Stage) -> Iterator[MicroBatch]:
+    return (sequences.micro_batch(rows, stage.length_multiple, stage.packs) for rows in cut)
 
 
 def _loss_of_output(

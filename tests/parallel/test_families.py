@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def logits_job(
     start: jobs.Start, layouts: list[Layout], folders: list[list[Path]], dtype: str, rows: StepBatch
 ) -> list[tuple[int, Tensor] | None]:
     """For each layout, for each of its models: (replica, logits [response tokens of its rows, vocabulary]) on speaking
-    ranks, None on the others."""
+    ranks, None on the others. Of padded rows and of packed ones, after each other."""
     from megagent.model_source import hf_config_of
     from megagent.parallel import hf_io, model, models
 
@@ -68,8 +69,30 @@ def logits_job(
         for folder in its_folders:
             stage = model.build(config, topology, models.architecture_of(hf_config_of(str(folder))))
             hf_io.load_hf(stage, folder)
-            found.append(_logits(topology, stage, rows.split(topology.dp)[topology.dp_rank]))
+            own = rows.split(topology.dp)[topology.dp_rank]
+            found += [_logits(topology, stage, own), _packed_logits(topology, stage, own)]
     return found
+
+
+def _packed_logits(topology: Any, stage: Any, rows: StepBatch) -> tuple[int, Tensor] | None:
+    """Through the package's own schedule, two rows end to end in each micro-batch."""
+    import torch.distributed as dist
+
+    from megagent.parallel import schedule
+
+    def gathered(_: Any, answer: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        shards = [torch.empty_like(answer) for _ in range(stage.degrees.tp)]
+        dist.all_gather(shards, answer.contiguous(), group=topology.tp_group)
+        return answer.sum(), {"logits": torch.cat(shards, dim=-1)[:, : stage.architecture.vocab]}
+
+    cut = list(torch.split(torch.arange(len(rows)), 2))
+    cut += [torch.arange(0)] * (-len(cut) % stage.micro_batch_multiple)
+    sequences = schedule.response_sequences(rows)
+    results = schedule.run(replace(stage, packs=True), sequences, cut, gathered, forward_only=True)
+    if not topology.speaks:
+        return None
+    logits = [result["logits"] for result, part in zip(results, cut, strict=True) if len(part)]
+    return topology.dp_rank, torch.cat(logits)
 
 
 def _logits(topology: Any, stage: Any, rows: StepBatch) -> tuple[int, Tensor] | None:
@@ -130,9 +153,14 @@ def models_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _logits_of_all(
     ranks: RankPool, models_of: dict[str, Path], layouts: list[Layout], dtype: str = "fp32"
-) -> dict[tuple[int, str], Tensor]:
-    """(number of the layout, family) -> logits [tokens, vocabulary] of all rows."""
-    cases = [(number, name) for number, layout in enumerate(layouts) for name in families_at(layout)]
+) -> dict[tuple[int, str, str], Tensor]:
+    """(number of the layout, family, padded or packed) -> logits [tokens, vocabulary] of all rows."""
+    cases = [
+        (number, name, rows)
+        for number, layout in enumerate(layouts)
+        for name in families_at(layout)
+        for rows in ("padded", "packed")
+    ]
     results = ranks.run(
         logits_job,
         jobs.ranks_of(layouts[0]),
@@ -154,16 +182,16 @@ def expected(models_of: dict[str, Path]) -> dict[str, Tensor]:
 def test_logits_are_those_of_transformers_in_every_family_and_layout(
     ranks: RankPool, models_of: dict[str, Path], expected: dict[str, Tensor], world: int
 ) -> None:
-    for (number, name), logits in _logits_of_all(ranks, models_of, LAYOUTS[world]).items():
+    for (number, name, laid), logits in _logits_of_all(ranks, models_of, LAYOUTS[world]).items():
         worst = (logits - expected[name]).abs().max() / expected[name].abs().max()
-        assert worst < 1e-5, f"{name} at {LAYOUTS[world][number]}: {worst:.1e}"
+        assert worst < 1e-5, f"{name}, {laid}, at {LAYOUTS[world][number]}: {worst:.1e}"
 
 
 def test_bf16_costs_megatron_no_more_than_it_costs_transformers(
     ranks: RankPool, models_of: dict[str, Path], expected: dict[str, Tensor]
 ) -> None:
     layout = {"tp": 2, "sequence_parallel": True}
-    for (_, name), logits in _logits_of_all(ranks, models_of, [layout], "bf16").items():
+    for (_, name, laid), logits in _logits_of_all(ranks, models_of, [layout], "bf16").items():
         theirs = transformers_logits(models_of[name], token_rows(), torch.bfloat16)
         error, their_error = (float((each - expected[name]).square().mean().sqrt()) for each in (logits, theirs))
-        assert error < 1.5 * their_error, f"{name}: {error:.1e} against {their_error:.1e}"
+        assert error < 1.5 * their_error, f"{name}, {laid}: {error:.1e} against {their_error:.1e}"

@@ -93,6 +93,20 @@ def test_the_cut_into_micro_batches_changes_nothing(
     torch.testing.assert_close(jobs.spoken(other, "after")[0], jobs.spoken(updated, "after")[0], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}], ids=str)
+def test_packed_rows_give_the_update_of_padded_ones(
+    ranks: RankPool, tiny_model: Path, updated: list[dict[str, Any]], layout: jobs.Layout
+) -> None:
+    config = jobs.with_large_terms(
+        jobs.laid_out(tiny_model, layout, pack_rows=True, micro_batch_rows=3, log_prob_micro_batch_rows=5)
+    )
+    packed = ranks.run(jobs.update, jobs.ranks_of(layout), config=config, rows=jobs.make_rows())
+    assert packed[0]["metrics"] == pytest.approx(updated[0]["metrics"], rel=1e-4, abs=1e-6)
+    for when in ("before", "after"):
+        found, expected = jobs.spoken(packed, when)[0], jobs.spoken(updated, when)[0]
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
 def one_row_job(start: jobs.Start, config: Config, rows: StepBatch) -> Any:
     rank = start(config)
     found = jobs.log_probs_of(rank, rows)
