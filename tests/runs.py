@@ -30,6 +30,11 @@ SMALL = (
 )
 
 
+def _listens_to_interrupts() -> None:
+    # A script that starts the tests with & has SIGINT ignored, and whatever is started from there inherits that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class LiveRun:
     """`megagent train` in a process group of its own."""
 
@@ -46,6 +51,7 @@ class LiveRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_listens_to_interrupts,
             )
 
     def output(self) -> str:

@@ -25,7 +25,8 @@ class LazySequence(Sequence[Element]):
     def __getitem__(self, index: int | slice) -> Element | list[Element]:
         if isinstance(index, slice):
             return [self._at(each) for each in range(*index.indices(len(self)))]
-        own = index + len(self) if index < 0 else index
+        own = int(index)  # also numpy's integers, whose arithmetic overflows where Python's does not
+        own = own + len(self) if own < 0 else own
         if not 0 <= own < len(self):
             raise IndexError(f"element {index} of {len(self)}")
         return self._at(own)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megagent.envs.webshop.lazy import LazySequence
@@ -25,3 +26,17 @@ def test_indices_and_slices_mean_what_they_do_for_a_list():
 def test_an_index_out_of_range_is_an_error(index):
     with pytest.raises(IndexError, match=f"element {index} of 10"):
         Squares()[index]
+
+
+def test_numpys_integers_are_indices_too():
+    """As plain integers: computed orders multiply words of 64 bits, which overflow in numpy's arithmetic."""
+    kinds = [type(Kinds()[index]) for index in (np.int64(3), np.int64(-1), 3)]
+    assert kinds == [int, int, int]
+
+
+class Kinds(LazySequence[int]):
+    def __len__(self) -> int:
+        return 10
+
+    def _at(self, index: int) -> int:
+        return index
