@@ -127,7 +127,10 @@ class Dealer:
         for end in self._asked_ends:
             asked = self._asked[begin:end]
             begin = end
-            yield sum(1.0 / self._attribute_counts[number] for number in asked) / len(asked) if asked else 0.0
+            total = 0.0
+            for number in asked:  # one after the other: from 3.12 on Python's own sum() rounds otherwise
+                total += 1.0 / self._attribute_counts[number]
+            yield total / len(asked) if asked else 0.0
 
 
 def draw_prices(ranges: NDArray[np.float64], rng: random.Random) -> NDArray[np.float64]:
