@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,11 @@ from megagent.batch import Jagged, StepBatch
 from megagent.cluster.calls import wait_all
 from megagent.cluster.placement import Placement
 from megagent.config import Config
+from megagent.errors import InfrastructureError
 from megagent.model_source import model_folder
+
+# Above those that Ray gives to its workers, below those that Linux gives to outgoing connections.
+RENDEZVOUS_PORTS = range(22000, 32000)
 
 Task = Literal["rl", "sft"]  # decides the learning rate and its schedule
 
@@ -29,9 +35,7 @@ class RankActor:
     def rendezvous(self) -> tuple[str, int]:
         """The address and a free port of this process' node, where rank 0 will listen."""
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+        return address, free_port(address)
 
     def setup(self, config: Config, rank: int, master: str, port: int, task: Task) -> None:
         from megagent.parallel.rank import Rank
@@ -43,6 +47,19 @@ class RankActor:
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.rank, method)(*arguments)
+
+
+def free_port(address: str) -> int:
+    """A port of this node that nobody listens on and that no connection is given by itself.
+
+    Rank 0 listens seconds later, when it has loaded Megatron: a port from the system's own range may be gone by then.
+    """
+    for port in random.SystemRandom().sample(RENDEZVOUS_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    ports = f"{RENDEZVOUS_PORTS.start} and {RENDEZVOUS_PORTS.stop - 1}"
+    raise InfrastructureError(f"none of 100 ports between {ports} is free on {address}; end what listens there")
 
 
 class RankGroup:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from megagent.parallel.critic import Critic
 from megagent.parallel.learner import Learner
 from megagent.parallel.policy import Policy
 
+# What Megatron 0.16 and 0.19 and torch raise for files that are damaged, cut short or not there.
+_UNREADABLE = (CheckpointingException, CheckpointException, OSError, KeyError, EOFError, UnpicklingError)
 _LATEST = "latest"
 _CRITIC = "critic"
 # Stored parameter by parameter in full shapes, so that every topology can read it.
@@ -83,7 +86,7 @@ def load(policy: Policy, folder: Path, critic: Critic | None = None) -> int:
     for learner, part in _parts(policy, critic, source):
         try:
             state = dist_checkpointing.load(_sharded(learner, loading=True), str(part))
-        except (CheckpointingException, CheckpointException, OSError, KeyError) as error:
+        except _UNREADABLE as error:
             raise MegagentError(
                 f"{part} cannot be loaded ({_first_line(error)}); name an older checkpoint in {folder / _LATEST}"
             ) from error
@@ -130,7 +133,7 @@ def _check_layout(policy: Policy, source: Path) -> None:
     """Raises MegagentError if the checkpoint's content is not what this run's configuration makes of it."""
     try:
         stored = dist_checkpointing.load_common_state_dict(str(source)).get("layout", {})
-    except (CheckpointingException, OSError):
+    except _UNREADABLE:
         return  # said better by what comes next
     differing = [
         f"{key} was {_yes_no(stored[key])} and is {_yes_no(value)}"
