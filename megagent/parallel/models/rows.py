@@ -6,6 +6,7 @@ table writes them as {layer} and {expert}. Shapes in a table are names of sizes,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -32,7 +33,7 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(ABC):
     """Base of the kinds of rows. `megatron` is the tensor's name, or its names where layer specs differ in it.
 
     at: the pipeline stage that holds the tensor; every stage holds the {layer} tensors of its own layers.
@@ -52,13 +53,13 @@ class Row:
     def of_experts(self) -> bool:
         return "{expert}" in self.names[0]
 
+    @abstractmethod
     def hf_shapes(self, sizes: Sizes) -> dict[str, Shape]:
         """Shape of each Hugging Face tensor that this row is made of, by name ({layer} and {expert} still in it)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def local(self, sizes: Sizes, rank: int, ranks: int) -> LocalTensor:
         """The part of tensor-parallel rank `rank` of `ranks`; names still hold {layer} and {expert}."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
