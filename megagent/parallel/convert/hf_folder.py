@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megagent.errors import MegagentError
-from megagent.parallel.convert.stored import DTYPES, FLOATS, Extent, Extents, Stored
+from megagent.parallel.convert.stored import DTYPES, Extent, Extents, Stored
 from megagent.parallel.models import architecture_of
 from megagent.parallel.reshard import files
 from megagent.parallel.reshard.boxes import Shape
@@ -53,8 +53,9 @@ def open_folder(folder: Path) -> Stored:
             f"{tensor} is in {file} and not in {INDEX}" for tensor, file in holders.items() if tensor not in weight_map
         ]
     found = {tensor: headers[file][tensor] for tensor, file in holders.items()}
-    unreadable = any(not header for header in headers.values())
-    faults += _differences(found, architecture.hf_shapes(), architecture.tied_hf_names(), unreadable)
+    faults += architecture.hf_problems(
+        {name: (dtype, shape) for name, (dtype, shape, _) in found.items()}, all_seen=all(headers.values())
+    )
     copies = [name for name in architecture.tied_hf_names() if name in holders]
     if not faults:
         for copy in copies:
@@ -217,22 +218,6 @@ def _header(path: Path, faults: list[str]) -> Header:
 def _entry(entry: Mapping[str, Any]) -> tuple[str, Shape, tuple[int, int]]:
     begin, end = map(int, entry["data_offsets"])
     return str(entry["dtype"]), tuple(map(int, entry["shape"])), (begin, end)
-
-
-def _differences(
-    found: Mapping[str, tuple[str, Shape, int]], shapes: Mapping[str, Shape], ties: Mapping[str, str], unreadable: bool
-) -> list[str]:
-    """Faults of tensors; none is called missing while a file that may hold it cannot be read."""
-    faults = [] if unreadable else [f"missing {name} {list(shapes[name])}" for name in shapes if name not in found]
-    for name, (dtype, shape, _) in found.items():
-        wanted = shapes.get(ties.get(name, name))
-        if wanted is None:
-            faults.append(f"unexpected {name} {dtype} {list(shape)}")
-        elif shape != wanted:
-            faults.append(f"{name} is {list(shape)} and should be {list(wanted)}")
-        elif dtype not in FLOATS:
-            faults.append(f"{name} is {dtype} and should be one of {', '.join(FLOATS)}")
-    return faults
 
 
 def _same(

@@ -28,9 +28,10 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from megagent.errors import MegagentError
 from megagent.parallel.convert.hf_folder import read_json, refuse, write_sparse
-from megagent.parallel.convert.stored import FLOATS, Extent, Extents, Stored
+from megagent.parallel.convert.stored import Extent, Extents, Stored
 from megagent.parallel.convert.torch_record import find, frame
 from megagent.parallel.models import Architecture, architecture_of
+from megagent.parallel.models.architecture import FLOATS
 from megagent.parallel.models.rows import Row, Rows
 from megagent.parallel.reshard.boxes import Box, LocalTensor, Region, Shape
 from megagent.parallel.reshard.layout import Layout
