@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from megagent.parallel import models
+
 VOCAB = 90  # at least, of every model: tokens are drawn below it
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
+FAMILIES = tuple(family.name for family in models.FAMILIES)
 MIXTURES = ("qwen3_moe", "mixtral")
 
 
@@ -57,7 +59,7 @@ def draw_config(family: str, seed: int, **changes: Any) -> Any:
             return transformers.Qwen3MoeConfig(**settings | mixture | changes)
         case "mixtral":
             return transformers.MixtralConfig(**settings | mixture | changes, num_local_experts=4, sliding_window=None)
-    raise ValueError(family)
+    raise ValueError(f"there is no draw of {family} configs; add a case")
 
 
 def write_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
