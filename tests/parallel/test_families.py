@@ -253,14 +253,14 @@ def test_what_is_exported_is_the_same_model_to_transformers(
 
 
 @pytest.mark.parametrize("world", BF16_LAYOUTS)
-def test_bf16_costs_megatron_hardly_more_than_it_costs_transformers(
+def test_bf16_costs_megatron_at_most_twice_what_it_costs_transformers(
     ranks: RankPool,
     models_of: dict[int, dict[str, Path]],
     expected: dict[Path, Tensor],
     tmp_path: Path,
     world: int,
 ) -> None:
-    """The distance from the logits in fp32, root mean square: at most 1.5 times that of transformers in bf16."""
+    """The distance from the logits in fp32, root mean square: at most twice that of transformers in bf16."""
     theirs = {model: transformers_logits(model, token_rows(), torch.bfloat16) for model in models_of[world].values()}
     for answer in carried_out(ranks, BF16_LAYOUTS[world], models_of[world], tmp_path, "bf16"):
         exact = expected[answer.order.model]
@@ -268,4 +268,4 @@ def test_bf16_costs_megatron_hardly_more_than_it_costs_transformers(
             error, their_error = (
                 float((each - exact).square().mean().sqrt()) for each in (logits, theirs[answer.order.model])
             )
-            assert error < 1.5 * their_error, f"{answer}, {rows}: {error:.1e} against {their_error:.1e}"
+            assert error < 2 * their_error, f"{answer}, {rows}: {error:.1e} against {their_error:.1e}"
