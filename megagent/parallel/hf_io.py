@@ -29,7 +29,6 @@ from megagent.parallel.reshard.boxes import Shape
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 # What belongs to a model besides its weights and config.json: tokenizer, generation settings, templates, licence.
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 _SHARD_BYTES = 4 << 30
@@ -245,24 +244,15 @@ class _Weights:
 
     def check(self, architecture: Architecture) -> None:
         """Raises MegagentError with every difference between the files' tensors and those of the config's model."""
-        expected = architecture.hf_shapes()
-        tied = architecture.tied_hf_names()
-        problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in self._file_of]
-        for name in self._file_of:
-            part = self._files[self._file_of[name]].get_slice(name)
-            shape, dtype = tuple(part.get_shape()), part.get_dtype()
-            wanted = expected.get(tied.get(name, name))
-            if wanted is None:
-                problems.append(f"unexpected {name} {list(shape)}")
-            elif shape != wanted:
-                problems.append(f"{name} is {list(shape)} and should be {list(wanted)}")
-            elif dtype not in _FLOATS:
-                problems.append(f"{name} is {dtype} and should be one of {', '.join(sorted(_FLOATS))}")
+        parts = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
+        problems = architecture.hf_problems(
+            {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+        )
         if not problems:
             # Some writers store a tied output layer too. It may be left out only because it says nothing new.
             problems = [
                 f"{copy} differs from {original}, and config.json ties them"
-                for copy, original in tied.items()
+                for copy, original in architecture.tied_hf_names().items()
                 if copy in self._file_of and not self._equal(copy, original)
             ]
         if problems:

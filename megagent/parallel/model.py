@@ -105,9 +105,7 @@ def build(config: Config, topology: Topology, architecture: Architecture, values
 
 def transformer_config(architecture: Architecture, degrees: Degrees, dtype: torch.dtype) -> TransformerConfig:
     """The architecture, how it is split, and what the platform can fuse."""
-    here = platform.current()
-    kernels = platform.kernels(here.kind)
-    fused = here.is_cuda
+    kernels = platform.kernels(platform.current().kind)
     options: dict[str, Any] = {
         **architecture.transformer_kwargs(),
         **degrees.pipeline_kwargs(architecture.layers),
@@ -138,13 +136,13 @@ def transformer_config(architecture: Architecture, degrees: Degrees, dtype: torc
         # The loss is divided by the tokens of the whole mini-batch in the loss function: with this set, Megatron
         # neither divides it by the number of micro-batches nor averages the gradients over the replicas.
         "calculate_per_token_loss": True,
-        # Megatron gives up an output's memory as soon as its sending has begun. On CUDA that waits in the stream; Gloo
-        # would send what has been written over it by then.
-        "deallocate_pipeline_outputs": here.is_cuda or degrees.vpp == 1,
+        # Megatron gives up an output's memory as soon as its sending has begun. That waits in the stream; without one,
+        # Gloo would send what has been written over it by then.
+        "deallocate_pipeline_outputs": kernels.stream or degrees.vpp == 1,
         "gradient_accumulation_fusion": kernels.grad_accumulation,
-        # These save memory passes when compiled, as they are on CUDA only; interpreted, plain torch is faster.
-        "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
+        # These save memory passes when compiled; interpreted, plain torch is faster.
+        "bias_activation_fusion": kernels.compiled,
+        "bias_dropout_fusion": kernels.compiled,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": kernels.spec == "transformer_engine",
     }

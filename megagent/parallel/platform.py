@@ -55,10 +55,13 @@ class Platform:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which optional kernels are in use. spec: layer spec; grad_accumulation: weight gradients fused into matmuls."""
+    """Which optional kernels are in use. spec: layer spec; grad_accumulation: weight gradients fused into matmuls;
+    compiled: fused elementwise functions are; stream: sends and kernels run one after the other, as they were asked."""
 
     spec: str  # transformer_engine | local
     grad_accumulation: bool
+    compiled: bool
+    stream: bool
 
     def describe(self) -> str:
         fused = "fused weight gradients" if self.grad_accumulation else "plain weight gradients"
@@ -114,9 +117,10 @@ def current() -> Platform:
 def kernels(kind: str) -> Kernels:
     """The optional kernels that a platform would use here. Imports nothing of them."""
     if kind != "cuda":
-        return Kernels(spec="local", grad_accumulation=False)
+        return Kernels(spec="local", grad_accumulation=False, compiled=False, stream=False)
     spec = "transformer_engine" if _has("transformer_engine") else "local"
-    return Kernels(spec=spec, grad_accumulation=_has("fused_weight_gradient_mlp_cuda"))
+    fused = _has("fused_weight_gradient_mlp_cuda")
+    return Kernels(spec=spec, grad_accumulation=fused, compiled=True, stream=True)
 
 
 def _has(module: str) -> bool:

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from megagent.batch import StepBatch
 from megagent.config import Config
+from tests.parallel import families
 
 
 def load(model: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return families.load_model(model)
 
 
 def weights_of(model: Any, folder: Path) -> dict[str, Tensor]:

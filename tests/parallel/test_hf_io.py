@@ -156,7 +156,7 @@ def test_wrong_weights_are_refused_with_every_name_and_change_nothing(
             "missing model.layers.3.self_attn.k_proj.bias [16]",
             "missing model.norm.weight [32]",
             "model.layers.0.mlp.up_proj.weight is [3, 4] and should be [48, 32]",
-            "unexpected model.layers.4.mlp.up_proj.weight [2]",
+            "unexpected model.layers.4.mlp.up_proj.weight F32 [2]",
         ):
             assert words in said[0]
         assert "model.norm.weight is I32 and should be one of BF16, F16, F32, F64" in said[1]

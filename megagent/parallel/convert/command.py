@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,7 +82,27 @@ def run(chosen: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise ConfigError([f"{text}: megagent convert has no such option" for text in rest], source="command line")
     actions = {"hf-to-megatron": _there, "megatron-to-hf": _back, "verify": _verify, "inspect": _inspect}
-    return actions[chosen.action](chosen)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be any bytes
+    try:
+        status = actions[chosen.action](chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # megagent convert inspect --digests | head
+        raise
+    except OSError as error:
+        _forget_output()
+        raise MegagentError(f"megagent convert: {error}; put it right and start again") from error
+    except MemoryError:
+        raise MegagentError("megagent convert: out of memory; end what else is running and start again") from None
+    return status
+
+
+def _forget_output() -> None:
+    """What standard output did not take would fail once more at the exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _there(chosen: argparse.Namespace) -> int:

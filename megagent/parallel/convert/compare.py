@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from megagent.errors import MegagentError
-from megagent.parallel.convert.copying import Block, assemble, blocks
+from megagent.parallel.convert.copying import Block, assemble, blocks, reading
 from megagent.parallel.convert.progress import Progress
 from megagent.parallel.convert.stored import Extent, Stored
 from megagent.parallel.reshard.plan import BYTES
@@ -48,7 +48,7 @@ def compare(one: Stored, other: Stored, quiet: bool = False) -> Comparison:
     shapes = one.architecture.hf_shapes()
     theirs, ours = _tensors(other, dtypes_there), _tensors(one, dtypes)
     sizes = _sizes(one)
-    with Progress("verify", sum(sizes.values()), quiet=quiet) as progress:
+    with Progress("verify", sum(sizes.values()), quiet=quiet) as progress, reading():
         for name in shapes:
             worst, count = _difference(ours[name], theirs[name])
             if count:
@@ -64,7 +64,7 @@ def digests(stored: Stored, quiet: bool = False) -> dict[str, str]:
     """SHA-256 of every tensor's bytes, by Hugging Face name; the same whatever kind of checkpoint holds them."""
     found = {}
     dtypes = stored.dtypes
-    with Progress("digests", sum(_sizes(stored).values()), quiet=quiet) as progress:
+    with Progress("digests", sum(_sizes(stored).values()), quiet=quiet) as progress, reading():
         for name, parts in _tensors(stored, dtypes).items():
             digest = hashlib.sha256()
             for block in parts:

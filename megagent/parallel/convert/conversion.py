@@ -98,11 +98,12 @@ def _convert(
     """
     if options.workers < 1:
         raise MegagentError(f"--workers={options.workers}: at least one process has to do the work")
-    if out.resolve() == stored.folder.resolve() or out.resolve() in stored.folder.resolve().parents:
-        raise MegagentError(f"{out} is, or holds, what is converted; choose another folder")
+    _refuse_entangled(out, stored)
     with Destination(out, options.resume, options.overwrite) as destination:
         try:
-            finished = destination.begin((padded_vocab, *_identity(stored, options)))
+            identity = list(_identity(stored, options))
+            finished = destination.begin((padded_vocab, *identity))
+            before = _sizes(destination.folder)
             layout, extents, size = lay_out(destination.folder)
         except OSError as error:
             raise copying.failed(str(destination.folder), error) from error
@@ -110,7 +111,13 @@ def _convert(
         plan = make_plan(stored.layout, layout, cast=True)
         plan.check()
         work = copying.tasks(plan, stored.extents, extents)
-        todo = [(number, task) for number, task in enumerate(work) if number not in finished]
+        # Who has removed files to make room has removed what tasks have done.
+        whole = {path for path, length in _sizes(destination.folder).items() if before.get(path) == length}
+        todo = [
+            (number, task)
+            for number, task in enumerate(work)
+            if number not in finished or not all(step.target in whole for step in task.steps)
+        ]
         total = sum(task.size for task in work)
         already = total - sum(task.size for _, task in todo)
         with Progress(f"{out.name}", total, already, options.quiet) as progress:
@@ -121,9 +128,26 @@ def _convert(
 
             copying.perform(todo, min(options.workers, len(todo) or 1), done, str(destination.folder))
         try:
+            if list(_identity(stored, options)) != identity:
+                raise MegagentError(f"{stored.folder} was changed while it was read; start again when it is complete")
             destination.finish(options.sync)
         except OSError as error:
             raise copying.failed(str(destination.folder), error) from error
+
+
+def _refuse_entangled(out: Path, stored: Stored) -> None:
+    """Where the output would touch what it is made of, by whatever name or link."""
+    real = Path(os.path.realpath(out))
+    files = {Path(os.path.realpath(extent.path)) for extent in stored.extents.values()}
+    folders = {Path(os.path.realpath(folder)) for folder in (stored.folder, stored.companions)}
+    if any(real == path or real in path.parents for path in folders | files):
+        raise MegagentError(f"{out} is, or holds, what is converted; choose another folder")
+    if any(folder in real.parents for folder in folders):
+        raise MegagentError(f"{out} is inside of what is converted; choose a folder beside it")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
 def _identity(stored: Stored, options: Options) -> Iterable[object]:

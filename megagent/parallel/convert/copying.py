@@ -9,17 +9,23 @@ from __future__ import annotations
 import errno
 import math
 import os
+import signal
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from contextlib import contextmanager
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait as wait_for
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
 
 from megagent.errors import MegagentError
+from megagent.parallel.convert.destination import hold
 from megagent.parallel.convert.stored import Extent, Extents
+from megagent.parallel.convert.writing import write_at
 from megagent.parallel.reshard.boxes import Region, Shape
 from megagent.parallel.reshard.plan import BYTES, Copy, Plan
 
@@ -106,7 +112,7 @@ def perform(todo: Sequence[tuple[int, Task]], workers: int, done: Callable[[int,
                 _perform(task)
                 done(number, task.size)
             return
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (where,)) as pool:
             try:
                 _collect(pool, todo, workers, done)
             except BaseException:
@@ -116,6 +122,8 @@ def perform(todo: Sequence[tuple[int, Task]], workers: int, done: Callable[[int,
         raise MegagentError(
             f"a process that wrote {where} died (killed, or out of memory?); go on with --resume, maybe fewer --workers"
         ) from None
+    except MemoryError:
+        raise MegagentError(f"{where}: out of memory; go on with --resume and fewer --workers") from None
     except OSError as error:
         raise failed(where, error) from error
 
@@ -126,6 +134,15 @@ def failed(where: str, error: OSError) -> MegagentError:
         reason = os.strerror(error.errno or 0)
         return MegagentError(f"{where}: {reason}; make room and go on with --resume, or remove the folder")
     return MegagentError(f"{where}: {error}; put it right and go on with --resume")
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Around calls of `assemble`: the files that they open are closed behind the last one."""
+    try:
+        yield
+    finally:
+        _files.close()
 
 
 def assemble(block: Block) -> bytearray:
@@ -292,13 +309,30 @@ def _collect(
             done(number, task.size)
 
 
+def _begin_worker(where: str) -> None:
+    """A worker does not outlive who started it: that one may be killed, and another conversion begin in its place."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the first process sees to it
+    parent = parent_process()
+    assert parent is not None
+    hold(where)
+    # A lock that was had too late, when the next one had begun already, is had by an orphan.
+    Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    if wait_for([parent.sentinel], timeout=0):
+        os._exit(1)
+
+
+def _end_with(sentinel: int) -> None:
+    wait_for([sentinel])
+    os._exit(1)
+
+
 def _perform(task: Task) -> None:
     try:
         for step in task.steps:
             if isinstance(step, Run):
                 _copy(step)
             else:
-                _write(_files.get(step.target, os.O_RDWR), memoryview(assemble(step)), step.target_offset)
+                write_at(_files.get(step.target, os.O_RDWR), memoryview(assemble(step)), step.target_offset)
     finally:
         _files.close()
 
@@ -310,7 +344,7 @@ def _copy(run: Run) -> None:
         count = os.preadv(source, [_buffer[: run.size - moved]], run.source_offset + moved)
         if count == 0:
             raise _cut(run.source)
-        _write(target, _buffer[:count], run.target_offset + moved)
+        write_at(target, _buffer[:count], run.target_offset + moved)
         moved += count
 
 
@@ -324,12 +358,6 @@ def _read(path: str, offset: int, size: int) -> bytearray:
             raise _cut(path)
         view, offset = view[count:], offset + count
     return data
-
-
-def _write(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(file, data, offset)
-        data, offset = data[count:], offset + count
 
 
 def _cut(path: str) -> MegagentError:

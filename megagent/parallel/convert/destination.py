@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +15,11 @@ from types import TracebackType
 from megagent.errors import MegagentError
 
 _JOURNAL = ".journal"
+_WORKERS = ".workers"  # locked, too, by the processes that do the work
 # What a folder has that may be replaced: a model or a checkpoint, and not somebody's home.
 _MARKS = ("config.json", "latest_checkpointed_iteration.txt", "metadata.json")
+_ORPHANS_END = 60.0  # seconds that processes of a conversion that was killed are given to notice it
+_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 
 
 class Destination:
@@ -27,30 +32,29 @@ class Destination:
     def __init__(self, path: Path, resume: bool = False, overwrite: bool = False) -> None:
         self.path = Path(os.path.abspath(path))
         self.folder = self.path.with_name(f".{self.path.name}.partial")
+        self._old = self.path.with_name(f".{self.path.name}.old")
         self._journal = self.folder / _JOURNAL
         self._resume, self._overwrite = resume, overwrite
         self._lock: int | None = None
-        self._worth_keeping = False  # whether a task is done
+        self._worth_keeping = True  # unless it is known that nothing there is of use
 
     def __enter__(self) -> Destination:
-        self._refuse_existing()
         try:
+            self._refuse_existing()
+            self._refuse_what_is_beside()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._journal, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise MegagentError(f"{self.folder} cannot be written ({error.strerror}); choose another place") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            self._lock = None
-            raise MegagentError(
-                f"another process is writing {self.path}; wait for it or choose another place"
-            ) from None
-        if not self._locked_here():
-            os.close(self._lock)
-            self._lock = None
-            raise MegagentError(f"another process has just ended writing {self.path}; look at what it did")
+            self._wait_for_the_lock()
+            self._worth_keeping = len(self._lines()) > 1
+        except OSError as error:
+            self._let_go()
+            raise MegagentError(f"{self.folder} cannot be locked ({error.strerror}); choose another place") from error
+        except BaseException:
+            self._let_go()
+            raise
         return self
 
     def __exit__(
@@ -58,9 +62,13 @@ class Destination:
     ) -> None:
         if self._lock is not None:
             if error is not None and not self._worth_keeping:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = None
+                try:
+                    self._clear()
+                    self._remove_locks(self.folder)
+                    self.folder.rmdir()
+                except OSError:
+                    pass  # what led here is the error to tell; the folder does not look finished
+            self._let_go()
 
     def begin(self, work: Iterable[object]) -> set[int]:
         """The numbers of the tasks that need not be done again; `work` says what there is to do.
@@ -73,24 +81,20 @@ class Destination:
         for item in work:
             digest.update(repr(item).encode())
         header = f"{digest.hexdigest()} {_boot()}"
-        written = self._journal.read_bytes()
-        whole = written[: written.rfind(b"\n") + 1]  # without a line that a kill cut off
-        lines = whole.decode("ascii", errors="replace").splitlines()
+        lines = self._lines()
         if self._resume and lines and lines[0] == header:
-            os.ftruncate(self._lock, len(whole))
-            self._worth_keeping = len(lines) > 1
+            # A line that a kill or a full disk cut off would run together with the next.
+            os.ftruncate(self._lock, sum(len(line) + 1 for line in lines))
             return {int(line) for line in lines[1:] if line.isdigit()}
-        for entry in self.folder.iterdir():
-            if entry.name != _JOURNAL:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        self._worth_keeping = False
+        self._clear()
         os.ftruncate(self._lock, 0)
-        os.write(self._lock, f"{header}\n".encode())
+        self._note(header)
         return set()
 
     def done(self, number: int) -> None:
         """Note that a task need not be done again."""
-        assert self._lock is not None
-        os.write(self._lock, f"{number}\n".encode())
+        self._note(str(number))
         self._worth_keeping = True
 
     def require_space(self, size: int) -> None:
@@ -104,19 +108,72 @@ class Destination:
             )
 
     def finish(self, sync: bool) -> None:
-        """Give the folder its name. sync: wait until everything is on the disk before."""
+        """Give the folder its name. sync: wait until everything is on the disk before.
+
+        Whenever it is killed, the name is that of the whole new folder or of what was there before.
+        """
+        self._refuse_existing()
         if sync:
             for path in self.folder.rglob("*"):
                 _sync(path)
-        self._journal.unlink()
-        old = self.path.with_name(f".{self.path.name}.old")
-        if self.path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(self.path, old)
-        os.rename(self.folder, self.path)
-        shutil.rmtree(old, ignore_errors=True)
+        self._worth_keeping = True
+        if not self.path.exists():
+            os.rename(self.folder, self.path)
+        elif _exchange(self.folder, self.path):
+            os.rename(self.folder, self._old)
+        else:  # not on every file system; for a moment, nothing has the name
+            os.rename(self.path, self._old)
+            os.rename(self.folder, self.path)
+        self._remove_locks(self.path)
+        shutil.rmtree(self._old, ignore_errors=True)
         if sync:
             _sync(self.path.parent)
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _lines(self) -> list[str]:
+        """The whole lines of the journal."""
+        written = self._journal.read_bytes()
+        return written[: written.rfind(b"\n") + 1].decode("ascii", errors="replace").split("\n")[:-1]
+
+    def _note(self, line: str) -> None:
+        assert self._lock is not None
+        text = f"{line}\n".encode()
+        while text:
+            text = text[os.write(self._lock, text) :]
+
+    def _clear(self) -> None:
+        """Remove everything but the journal, which says whose folder it is, and the locks."""
+        for entry in self.folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name not in (_JOURNAL, _WORKERS):
+                entry.unlink()
+
+    def _remove_locks(self, folder: Path) -> None:
+        (folder / _WORKERS).unlink()
+        (folder / _JOURNAL).unlink()
+
+    def _wait_for_the_lock(self) -> None:
+        assert self._lock is not None
+        taken = MegagentError(f"another process is writing {self.path}; wait for it or choose another place")
+        if not _locks(self._lock, fcntl.LOCK_EX):
+            raise taken
+        if not self._locked_here():
+            raise MegagentError(f"another process has just ended writing {self.path}; look at what it did")
+        # The one that had the lock was killed, maybe, and its workers may still be at their last tasks.
+        deadline = time.monotonic() + _ORPHANS_END
+        workers = os.open(self.folder / _WORKERS, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            while not _locks(workers, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    raise taken
+                time.sleep(0.05)
+        finally:
+            os.close(workers)
 
     def _locked_here(self) -> bool:
         """Whether the lock is that of the folder, and not of one that was renamed or removed meanwhile."""
@@ -135,6 +192,46 @@ class Destination:
             raise MegagentError(f"{self.path} exists already; choose another folder, or replace it with --overwrite")
         if not any((self.path / mark).exists() for mark in _MARKS):
             raise MegagentError(f"{self.path} is no checkpoint, so it is not overwritten; choose another folder")
+
+    def _refuse_what_is_beside(self) -> None:
+        """What has the names that are needed beside `path` has to be of a conversion: it is going to be cleared."""
+        if self.folder.is_symlink() or (self.folder.exists() and not self._is_ours()):
+            raise MegagentError(
+                f"{self.folder} is not what an interrupted conversion leaves; move it away or choose another place"
+            )
+        if os.path.lexists(self._old):
+            raise MegagentError(
+                f"{self._old} is what an interrupted --overwrite moved out of the way; remove it, or give it its old "
+                f"name if {self.path.name} is missing"
+            )
+
+    def _is_ours(self) -> bool:
+        return self.folder.is_dir() and (self._journal.is_file() or not any(self.folder.iterdir()))
+
+
+def hold(folder: str) -> None:
+    """Until this process ends, nobody begins a conversion into a folder that it writes for another process."""
+    if not _locks(os.open(Path(folder) / _WORKERS, os.O_RDWR | os.O_CLOEXEC), fcntl.LOCK_SH):
+        raise MegagentError(f"another process is writing {folder}")
+
+
+def _locks(descriptor: int, kind: int) -> bool:
+    """Whether the lock is had now. Not by a folder's descriptor: NFS locks only what is opened for writing."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Two folders change names in one moment; False where the system or its file system cannot do that."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    here = -100  # AT_FDCWD
+    return rename(here, os.fsencode(one), here, os.fsencode(other), _EXCHANGE) == 0
 
 
 def _sync(path: Path) -> None:

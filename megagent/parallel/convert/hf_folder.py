@@ -6,13 +6,22 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megagent.errors import MegagentError
-from megagent.parallel.convert.stored import DTYPES, FLOATS, Extent, Extents, Stored
-from megagent.parallel.models import architecture_of
+from megagent.parallel.convert.stored import DTYPES, Extent, Extents, Stored
+from megagent.parallel.convert.untrusted import (
+    LONGEST_JSON,
+    is_shape,
+    open_regular,
+    parse_json,
+    read_json,
+    refuse,
+)
+from megagent.parallel.convert.writing import write_sparse
+from megagent.parallel.models import Architecture, architecture_of
 from megagent.parallel.reshard import files
 from megagent.parallel.reshard.boxes import Shape
 from megagent.parallel.reshard.layout import Layout
@@ -22,8 +31,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What belongs to a model besides its weights: config, tokenizer, generation settings, templates, licence.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
-_LONGEST_HEADER = 100_000_000  # as the safetensors library has it
-_SHOWN = 40
+# More layers and experts than this and ten times the tensors that are there: config.json is of no such model.
+_MANY_LAYERS = 10_000
 Header = dict[str, tuple[str, Shape, int]]  # name -> dtype, shape, offset in the file
 
 
@@ -35,10 +44,11 @@ def open_folder(folder: Path) -> Stored:
     """
     hf_config = read_json(folder / "config.json")
     architecture = architecture_of(hf_config)
-    faults: list[str] = []
+    faults = companion_faults(folder)
     weight_map = _weight_map(folder, faults)
     names = sorted(set(weight_map.values())) if weight_map is not None else [WEIGHTS]
-    headers = {name: _header(folder / name, faults) for name in names}
+    read = {name: _header(folder / name, faults) for name in names}
+    headers = {name: header or {} for name, header in read.items()}
     holders: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header:
@@ -46,15 +56,17 @@ def open_folder(folder: Path) -> Stored:
                 faults.append(f"{tensor} is in {holders[tensor]} and in {file}")
             holders[tensor] = file
     for tensor, file in (weight_map or {}).items():
-        if headers[file] and tensor not in headers[file]:
+        if read[file] is not None and tensor not in headers[file]:
             faults.append(f"{INDEX} says that {tensor} is in {file}, which has no such tensor")
     if weight_map is not None:
         faults += [
             f"{tensor} is in {file} and not in {INDEX}" for tensor, file in holders.items() if tensor not in weight_map
         ]
     found = {tensor: headers[file][tensor] for tensor, file in holders.items()}
-    unreadable = any(not header for header in headers.values())
-    faults += _differences(found, architecture.hf_shapes(), architecture.tied_hf_names(), unreadable)
+    _refuse_absurd(folder, architecture, len(weight_map or found), faults)
+    faults += architecture.hf_problems(
+        {name: (dtype, shape) for name, (dtype, shape, _) in found.items()}, all_seen=None not in read.values()
+    )
     copies = [name for name in architecture.tied_hf_names() if name in holders]
     if not faults:
         for copy in copies:
@@ -115,9 +127,8 @@ def copy_companions(source: Path, folder: Path, dtype: str | None) -> None:
 
     dtype: of DTYPES, what config.json shall say; None: what it says.
     """
-    for path in sorted({path for pattern in _COMPANIONS for path in source.glob(pattern)}):
-        if path.is_file() and not path.name.endswith(".index.json"):
-            (folder / path.name).write_bytes(path.read_bytes())
+    for path in _companions(source):
+        (folder / path.name).write_bytes(path.read_bytes())
     if dtype is not None:
         config = read_json(folder / "config.json")
         key = "dtype" if "dtype" in config else "torch_dtype"  # transformers renamed it; readers know both
@@ -125,37 +136,24 @@ def copy_companions(source: Path, folder: Path, dtype: str | None) -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def write_sparse(path: Path, parts: Sequence[tuple[int, bytes]], size: int) -> None:
-    """A file of `size` bytes with these at their offsets, zeros elsewhere. One that is there keeps its other bytes."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        os.ftruncate(descriptor, size)
-        for offset, data in parts:
-            os.pwrite(descriptor, data, offset)
-    finally:
-        os.close(descriptor)
+def companion_faults(folder: Path) -> list[str]:
+    """What is wrong with the files that come along: those that cannot be read, and JSON that is none."""
+    found = []
+    for path in _companions(folder):
+        try:
+            with open_regular(path) as file:
+                if path.suffix == ".json":
+                    json.loads(file.read(LONGEST_JSON + 1))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            found.append(f"{path.name} cannot be read ({reason})")
+    return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises MegagentError if the file is not there or holds no JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MegagentError(f"{path.parent} has no {path.name}; give the folder of a model") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise MegagentError(f"{path} cannot be read ({error}); download or export it again") from None
-    if not isinstance(content, dict):
-        raise MegagentError(f"{path} holds no JSON object; download or export it again")
-    return content
-
-
-def refuse(folder: Path, faults: Sequence[str]) -> None:
-    """Raises MegagentError that lists the faults of a checkpoint, if there are any."""
-    if faults:
-        lines = "".join(f"\n  {fault}" for fault in faults[:_SHOWN])
-        more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        noun = "fault" if len(faults) == 1 else "faults"
-        raise MegagentError(f"{folder}: {len(faults)} {noun}; take a complete copy of one model:{lines}{more}")
+def _companions(folder: Path) -> list[Path]:
+    """The files that come along; among them links that lead nowhere, which are faults and not nothing."""
+    found = {path for pattern in _COMPANIONS for path in folder.glob(pattern)}
+    return sorted(path for path in found if not path.is_dir() and not path.name.endswith(".index.json"))
 
 
 def _weight_map(folder: Path, faults: list[str]) -> dict[str, str] | None:
@@ -181,58 +179,55 @@ def _weight_map(folder: Path, faults: list[str]) -> dict[str, str] | None:
     return weight_map
 
 
-def _header(path: Path, faults: list[str]) -> Header:
-    """The header of a safetensors file, empty (and a fault noted) if the file is not sound."""
+def _header(path: Path, faults: list[str]) -> Header | None:
+    """The header of a safetensors file, None (and a fault noted) if the file is not sound."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
-            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+            if not 2 <= length <= min(LONGEST_JSON, size - 8):
                 faults.append(f"{path.name} is cut off or no safetensors file ({size} bytes)")
-                return {}
-            content = json.loads(file.read(length))
+                return None
+            content = parse_json(file.read(length))
         content.pop("__metadata__", None)
-        found = {str(name): _entry(entry) for name, entry in content.items()}
+        found = {name: _entry(name, entry) for name, entry in content.items()}
     except FileNotFoundError:
         faults.append(f"{path.name} is missing")
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         faults.append(f"{path.name} has no readable header ({type(error).__name__}: {error})")
-        return {}
+        return None
     position = 0
     for name, (dtype, shape, (begin, end)) in sorted(found.items(), key=lambda item: item[1][2]):
         if dtype in BYTES and end - begin != math.prod(shape) * BYTES[dtype]:
             faults.append(f"{path.name}: {name} has {end - begin} bytes, and {dtype} {list(shape)} needs others")
-            return {}
+            return None
         if begin != position or end < begin:
             faults.append(f"{path.name}: the bytes of {name} do not follow those of the tensor before")
-            return {}
+            return None
         position = end
     if 8 + length + position != size:
         faults.append(f"{path.name} is {size} bytes and its header speaks of {8 + length + position}: it is cut off")
-        return {}
+        return None
     return {name: (dtype, shape, 8 + length + begin) for name, (dtype, shape, (begin, _)) in found.items()}
 
 
-def _entry(entry: Mapping[str, Any]) -> tuple[str, Shape, tuple[int, int]]:
-    begin, end = map(int, entry["data_offsets"])
-    return str(entry["dtype"]), tuple(map(int, entry["shape"])), (begin, end)
+def _entry(name: str, entry: Mapping[str, Any]) -> tuple[str, Shape, tuple[int, int]]:
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not (isinstance(dtype, str) and is_shape(shape) and is_shape(offsets) and len(offsets) == 2):
+        raise ValueError(f"{name} is {str(entry)[:200]}")
+    return dtype, tuple(shape), (offsets[0], offsets[1])
 
 
-def _differences(
-    found: Mapping[str, tuple[str, Shape, int]], shapes: Mapping[str, Shape], ties: Mapping[str, str], unreadable: bool
-) -> list[str]:
-    """Faults of tensors; none is called missing while a file that may hold it cannot be read."""
-    faults = [] if unreadable else [f"missing {name} {list(shapes[name])}" for name in shapes if name not in found]
-    for name, (dtype, shape, _) in found.items():
-        wanted = shapes.get(ties.get(name, name))
-        if wanted is None:
-            faults.append(f"unexpected {name} {dtype} {list(shape)}")
-        elif shape != wanted:
-            faults.append(f"{name} is {list(shape)} and should be {list(wanted)}")
-        elif dtype not in FLOATS:
-            faults.append(f"{name} is {dtype} and should be one of {', '.join(FLOATS)}")
-    return faults
+def _refuse_absurd(folder: Path, architecture: Architecture, tensors: int, faults: list[str]) -> None:
+    """Before anything is listed by layer: a config.json that lies must not cost memory."""
+    layers = architecture.layers * max(1, architecture.expert_count)
+    if layers > _MANY_LAYERS + 10 * tensors:
+        faults.append(
+            f"config.json speaks of {architecture.layers} layers and {architecture.expert_count} experts in each, "
+            f"and there are {tensors} tensors"
+        )
+        refuse(folder, faults)
 
 
 def _same(

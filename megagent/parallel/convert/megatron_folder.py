@@ -20,20 +20,26 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem, planner
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
 from megagent.errors import MegagentError
-from megagent.parallel.convert.hf_folder import read_json, refuse, write_sparse
-from megagent.parallel.convert.stored import FLOATS, Extent, Extents, Stored
+from megagent.parallel.convert import megatron_metadata
+from megagent.parallel.convert.hf_folder import companion_faults
+from megagent.parallel.convert.megatron_metadata import Held, Place
+from megagent.parallel.convert.stored import Extent, Extents, Stored
 from megagent.parallel.convert.torch_record import find, frame
+from megagent.parallel.convert.untrusted import open_regular, read_json, refuse
+from megagent.parallel.convert.writing import write_sparse
 from megagent.parallel.models import Architecture, architecture_of
+from megagent.parallel.models.architecture import FLOATS
 from megagent.parallel.models.rows import Row, Rows
 from megagent.parallel.reshard.boxes import Box, LocalTensor, Region, Shape
 from megagent.parallel.reshard.layout import Layout
+from megagent.parallel.reshard.plan import BYTES
 
 COMPANIONS = "hf"
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM
@@ -45,9 +51,10 @@ _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1} | {
 }
 _OPTIMIZER = ("optimizer.", "chained_")
 _LONGEST_NAME = 100  # bytes of a tracker that are read: a folder named by more cannot be looked for
+_MOST_AROUND = 16 << 20  # bytes of an archive that are not its tensor's, and read
 _EXTRA = "._extra_state"
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-_DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in _TORCH_DTYPES.items()}
 # Linear layers of Transformer Engine, and its attention, keep a state of their own; without FP8 it is nothing.
 _WITH_EXTRA_STATE = ("linear_qkv", "linear_proj", "core_attention", "linear_fc1", "linear_fc2")
 
@@ -59,7 +66,7 @@ def resolve(folder: Path) -> Path:
             named = tracker.read_bytes()[:_LONGEST_NAME].decode(errors="replace").strip()
             number = named.isascii() and named.isdigit() and tracker.name == TRACKER
             checkpoint = f"iter_{int(named):07d}" if number else named
-            if not is_megatron(folder / checkpoint):
+            if not _is_plain(checkpoint) or not is_megatron(folder / checkpoint):
                 if (folder / "config.json").is_file():
                     break  # other trainers leave such a file beside a model
                 raise MegagentError(
@@ -90,27 +97,26 @@ def open_checkpoint(folder: Path, model: Path | None = None) -> Stored:
     backend = read_json(folder / "metadata.json").get("sharded_backend")
     if backend != _FORMAT["sharded_backend"]:
         raise MegagentError(f"{folder} is a {backend} checkpoint; save it with --ckpt-format torch_dist")
-    metadata = _metadata(folder / ".metadata")
-    faults: list[str] = []
+    listed, ignored = megatron_metadata.read(folder / ".metadata", skipped=_OPTIMIZER)
+    faults = companion_faults(companions)
     stacks = {key: stack for stack in _stacks(architecture) for key in stack.keys}
-    chunks: list[tuple[LocalTensor, _Place]] = []
-    seen: dict[str, str] = {}  # canonical key -> the key that was taken
-    ignored = 0
-    for key, held in metadata.state_dict_metadata.items():
-        if not isinstance(held, dcp.TensorStorageMetadata):
-            continue
-        if key.startswith(_OPTIMIZER):
-            ignored += 1
-            continue
+    chunks: list[tuple[LocalTensor, _Source]] = []
+    taken: dict[str, str] = {}  # canonical key -> the key that was taken
+    for key, held in listed.items():
         stack = stacks.get(key)
         if stack is None:
-            faults.append(f"unexpected {key} {list(held.size)}")
-        elif stack.keys[0] not in seen:
-            seen[stack.keys[0]] = key
-            chunks += _chunks(architecture, stack, key, held, metadata.storage_data or {}, faults)
+            faults.append(f"unexpected {key} {list(held.shape)}")
+        elif stack.keys[0] not in taken:
+            taken[stack.keys[0]] = key
+            chunks += _chunks(architecture, stack, key, held, faults)
+        elif held != listed[taken[stack.keys[0]]]:
+            faults.append(
+                f"{key} and {taken[stack.keys[0]]} are names of one tensor, and the metadata tells them apart"
+            )
     faults += [
-        f"missing {stack.keys[0]} {list(stack.shape)}" for stack in _stacks(architecture) if stack.keys[0] not in seen
+        f"missing {stack.keys[0]} {list(stack.shape)}" for stack in _stacks(architecture) if stack.keys[0] not in taken
     ]
+    faults += _shared(chunks)
     extents = _extents(folder, chunks, faults)
     layout = Layout("the Megatron checkpoint", {0: tuple(tensor for tensor, _ in chunks)})
     if not faults:
@@ -162,13 +168,12 @@ def lay_out(
         for key in stack.keys:
             entries[key] = dcp.TensorStorageMetadata(properties, torch.Size(stack.shape), chunks)
     refuse(folder, faults)
-    nothing = io.BytesIO()
-    torch.save([None], nothing)
+    nothing = _saved([None])
     states = f"__{len(files)}_0.distcp"
-    files.append((states, [(0, nothing.getvalue())], len(nothing.getvalue())))
+    files.append((states, [(0, nothing)], len(nothing)))
     for key in _extra_states(architecture):
         entries[key] = dcp.BytesStorageMetadata()
-        storage[dcp.MetadataIndex(key)] = filesystem._StorageInfo(states, 0, len(nothing.getvalue()))
+        storage[dcp.MetadataIndex(key)] = filesystem._StorageInfo(states, 0, len(nothing))
     for file, parts, size in files:
         write_sparse(folder / file, parts, size)
     metadata = dcp.Metadata(entries, storage_data=storage, storage_meta=dcp.StorageMeta(), version="1.0.0")
@@ -178,9 +183,16 @@ def lay_out(
         "checkpoint_version": 3.0,  # below 2 Megatron-LM would reorder q, k and v
         "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False},
     }
-    torch.save(common, folder / "common.pt")
+    (folder / "common.pt").write_bytes(_saved(common))
     (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
     return Layout("the Megatron checkpoint", {0: tuple(tensors)}), extents, sum(size for _, _, size in files)
+
+
+def _saved(content: object) -> bytes:
+    """By way of memory: torch tells a full disk from others by no kind of error."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
 
 
 # --- names and shapes ------------------------------------------------------------------------------------------------
@@ -305,27 +317,18 @@ def _extra_states(architecture: Architecture) -> list[str]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the metadata says that a chunk is, and what it should be."""
+class _Source(NamedTuple):
+    """A chunk as the metadata has it: where it is, and what it should be."""
 
-    key: str
-    file: str
-    offset: int
-    length: int
+    place: Place
     dtype: str
     shape: Shape
 
 
 def _chunks(
-    architecture: Architecture,
-    stack: _Stack,
-    key: str,
-    held: dcp.TensorStorageMetadata,
-    storage: Mapping[dcp.MetadataIndex, Any],
-    faults: list[str],
-) -> list[tuple[LocalTensor, _Place]]:
-    size, dtype = tuple(held.size), _DTYPE_NAMES.get(held.properties.dtype)
+    architecture: Architecture, stack: _Stack, key: str, held: Held, faults: list[str]
+) -> list[tuple[LocalTensor, _Source]]:
+    size, dtype = held.shape, _DTYPE_NAMES.get(held.dtype)
     lead = len(stack.counts)
     pads = isinstance(stack.row, Rows) and stack.row.pads is not None
     fits = size == stack.shape
@@ -335,31 +338,40 @@ def _chunks(
         faults.append(f"{key} is {list(size)} and should be {list(stack.shape)}")
         return []
     if dtype is None:
-        faults.append(f"{key} is {held.properties.dtype} and should be one of {', '.join(FLOATS)}")
+        faults.append(f"{key} is {held.dtype} and should be one of {', '.join(FLOATS)}")
         return []
     found = []
-    for chunk in held.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        info = storage.get(dcp.MetadataIndex(key, offsets))
-        if not Region(offsets, sizes).lies_in(size):
-            faults.append(f"{key} has a chunk {list(sizes)} from {list(offsets)} on, outside of {list(size)}")
-        elif info is None:
+    for offsets, sizes, place, compressed in held.chunks:
+        if len(offsets) != len(sizes) or 0 in sizes or not Region(offsets, sizes).lies_in(size):
+            faults.append(f"{key} has a chunk {list(sizes)} from {list(offsets)} on, which is no part of {list(size)}")
+        elif place is None:
             faults.append(f"{key}: the metadata does not say where its chunk from {list(offsets)} on is")
+        elif compressed:
+            faults.append(f"{key} is stored compressed ({compressed}); save it without")
+        elif place.length < math.prod(sizes) * BYTES[dtype]:
+            faults.append(f"{key}: its chunk from {list(offsets)} on has more than the {place.length} bytes there")
         else:
             tensor = stack.chunk(architecture, offsets, sizes, dtype, total=size[lead])
-            place = _Place(key, str(info.relative_path), int(info.offset), int(info.length), dtype, sizes)
-            found.append((tensor, place))
-            if getattr(info, "transform_descriptors", None):
-                faults.append(f"{key} is stored compressed ({', '.join(info.transform_descriptors)}); save it without")
+            found.append((tensor, _Source(place, dtype, sizes)))
     return found
 
 
-def _extents(folder: Path, chunks: list[tuple[LocalTensor, _Place]], faults: list[str]) -> Extents:
+def _shared(chunks: list[tuple[LocalTensor, _Source]]) -> list[str]:
+    """Faults of chunks that are in one another's bytes."""
+    found = []
+    ordered = sorted(chunks, key=lambda chunk: chunk[1].place)
+    for (before, there), (tensor, source) in itertools.pairwise(ordered):
+        if there.place.file == source.place.file and source.place.offset < there.place.offset + there.place.length:
+            found.append(f"{source.place.file}: {before.name} and {tensor.name} are said to be in the same bytes")
+    return found
+
+
+def _extents(folder: Path, chunks: list[tuple[LocalTensor, _Source]], faults: list[str]) -> Extents:
     """Where the chunks' bytes are, from the archives that hold them; adds a fault for each that is not as announced."""
     found: dict[tuple[int, str], Extent] = {}
     opened: dict[str, tuple[io.BufferedReader, int] | None] = {}
     try:
-        for tensor, place in chunks:
+        for tensor, (place, dtype, shape) in chunks:
             if place.file not in opened:
                 opened[place.file] = _open(folder, place.file, faults)
             file = opened[place.file]
@@ -374,10 +386,9 @@ def _extents(folder: Path, chunks: list[tuple[LocalTensor, _Place]], faults: lis
             except ValueError as error:
                 faults.append(f"{place.file}: {tensor.name} is damaged: {error}")
                 continue
-            if (record.dtype, math.prod(record.shape)) != (place.dtype, math.prod(place.shape)):
+            if (record.dtype, _long_axes(record.shape)) != (dtype, _long_axes(shape)):
                 faults.append(f"{place.file}: {tensor.name} is {record.dtype} {list(record.shape)}, not as announced")
-            path = str(folder / place.file)
-            found[0, tensor.name] = Extent(path, place.offset + record.offset, place.dtype, place.shape)
+            found[0, tensor.name] = Extent(str(folder / place.file), place.offset + record.offset, dtype, shape)
     finally:
         for file in opened.values():
             if file is not None:
@@ -385,23 +396,34 @@ def _extents(folder: Path, chunks: list[tuple[LocalTensor, _Place]], faults: lis
     return found
 
 
+def _long_axes(shape: Shape) -> Shape:
+    """Without axes of length 1, which the tensor of one layer or expert may have or not."""
+    return tuple(size for size in shape if size != 1)
+
+
 def _open(folder: Path, name: str, faults: list[str]) -> tuple[io.BufferedReader, int] | None:
-    if Path(name).name != name:
+    if not _is_plain(name):
         faults.append(f"the metadata names {name!r}, which is outside the folder")
         return None
     try:
-        file = open(folder / name, "rb")  # noqa: SIM115  the caller closes it with the others
+        file = open_regular(folder / name)
     except OSError as error:
-        faults.append(f"{name}: {error.strerror}")
+        faults.append(f"{name}: {error.strerror or error}")
         return None
     return file, os.fstat(file.fileno()).st_size
 
 
+def _is_plain(name: str) -> bool:
+    """Whether this names something in a folder, and not elsewhere."""
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name
+
+
 class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+    """A part of a file as a file, of which only some MiB are given out: the tensor's bytes are never asked for."""
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:
         self._descriptor, self._start, self._size, self._position = descriptor, start, size, 0
+        self._left = _MOST_AROUND
 
     def readable(self) -> bool:
         return True
@@ -421,52 +443,7 @@ class _Window(io.RawIOBase):
         data = os.pread(self._descriptor, wanted, self._start + self._position)
         buffer[: len(data)] = data
         self._position += len(data)
+        self._left -= len(data)
+        if self._left < 0:
+            raise OSError(f"there are more than {_MOST_AROUND} bytes around the tensor")
         return len(data)
-
-
-class _MetadataReader(pickle.Unpickler):
-    """Knows the plain data classes of a checkpoint's metadata, and nothing that could do anything."""
-
-    _CLASSES: Mapping[tuple[str, str], Any] = {
-        (each.__module__, each.__qualname__): each
-        for each in (
-            dcp.Metadata,
-            dcp.MetadataIndex,
-            dcp.StorageMeta,
-            dcp.TensorStorageMetadata,
-            dcp.BytesStorageMetadata,
-            dcp.ChunkStorageMetadata,
-            dcp.TensorProperties,
-            dcp._MEM_FORMAT_ENCODING,
-            filesystem._StorageInfo,
-            planner.SavePlan,
-            planner.WriteItem,
-            planner.WriteItemType,
-            planner.TensorWriteData,
-        )
-    } | {("torch.serialization", "_get_layout"): torch.serialization._get_layout, ("torch", "Size"): torch.Size}
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = self._CLASSES.get((module, name))
-        if known is not None:
-            return known
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module.startswith("megatron.core.dist_checkpointing.") and name in ("MCoreSavePlan", "MCoreMetadata"):
-            return planner.SavePlan if name == "MCoreSavePlan" else dcp.Metadata
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        raise pickle.UnpicklingError(f"it holds a {module}.{name}")
-
-
-def _metadata(path: Path) -> dcp.Metadata:
-    try:
-        with open(path, "rb") as file:
-            metadata = _MetadataReader(file).load()
-    except FileNotFoundError:
-        raise MegagentError(f"{path.parent} has no {path.name}: it is not complete; copy it again") from None
-    except Exception as error:  # whatever a damaged pickle leads to; it ran no code but the classes above
-        raise MegagentError(f"{path} cannot be read ({error}); copy the checkpoint again") from None
-    if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise MegagentError(f"{path} holds no metadata of a checkpoint; copy it again")
-    return metadata

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from types import TracebackType
@@ -28,7 +29,7 @@ class Progress:
     ) -> None:
         self._show()
         if self._terminal and not self._quiet:
-            print(file=sys.stderr)
+            _print("\n")
 
     def add(self, size: int) -> None:
         self._done += size
@@ -54,9 +55,15 @@ class Progress:
         if self._quiet:
             return
         if self._terminal:
-            print(f"\r{self.line}\033[K", end="", file=sys.stderr, flush=True)
+            _print(f"\r{self.line}\033[K")
         else:
-            print(self.line, file=sys.stderr, flush=True)
+            _print(f"{self.line}\n")
+
+
+def _print(text: str) -> None:
+    # A log that is full or gone is no reason to stop.
+    with contextlib.suppress(OSError):
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def _bytes(count: float) -> str:

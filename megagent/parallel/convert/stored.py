@@ -15,7 +15,6 @@ from megagent.parallel.reshard.layout import Layout
 from megagent.parallel.reshard.plan import BYTES, Plan, make_plan
 
 Kind = Literal["Hugging Face", "Megatron"]
-FLOATS = ("BF16", "F16", "F32", "F64")
 # --dtype -> as safetensors writes it, and as config.json does.
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16"), "fp32": ("F32", "float32")}
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megagent.parallel.convert.untrusted import check_pickle, is_count, is_shape
 from megagent.parallel.reshard.boxes import Shape
 from megagent.parallel.reshard.plan import BYTES
 
@@ -38,6 +39,9 @@ _ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4sHHHHIIH")
 _MAX32 = 0xFFFFFFFF
+_DESCRIPTOR_FOLLOWS = 8  # a flag of an entry: its sizes stand behind its bytes, as torch writes them
+_LONGEST_DESCRIPTOR = 24
+_LONGEST_DESCRIPTION = 1 << 20
 
 
 class Frame(NamedTuple):
@@ -96,26 +100,65 @@ def frame(dtype: str, shape: Shape) -> Frame:
 
 
 def find(record: io.BufferedIOBase) -> Found:
-    """Where the tensor lies in a record. Raises ValueError (what is wrong with it) if it holds no contiguous tensor."""
+    """Where the tensor lies in a record. Raises ValueError (what is wrong with it) if it holds no contiguous tensor.
+
+    Everything that says so has to agree: the directory of the archive, the entry's own header, what follows the bytes,
+    and the description of the tensor.
+    """
     try:
-        with zipfile.ZipFile(record) as archive:
-            entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            order = entries.get("byteorder")
-            if order is not None and archive.read(order) != b"little":
-                raise ValueError("its bytes are not little-endian")
-            stored = _unpickled(archive.read(entries["data.pkl"]))
-            data = entries[f"data/{stored.key}"]
-            record.seek(data.header_offset)
-            header = _LOCAL.unpack(record.read(_LOCAL.size))
-    except (zipfile.BadZipFile, struct.error, KeyError, EOFError, NotImplementedError) as error:
+        return _find(record)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a damaged archive leads to; nothing in it was run
         raise ValueError(f"it is no archive of torch ({type(error).__name__})") from None
-    if header[0] != b"PK\x03\x04" or data.compress_type != zipfile.ZIP_STORED:
-        raise ValueError("it is a compressed or damaged archive")
-    start = data.header_offset + _LOCAL.size + header[9] + header[10]
+
+
+def _find(record: io.BufferedIOBase) -> Found:
+    with zipfile.ZipFile(record) as archive:
+        infos = archive.infolist()
+        entries = {info.filename.partition("/")[2]: info for info in infos}
+        if len(entries) < len(infos):
+            raise ValueError("its archive has two entries of one name")
+        order = entries.get("byteorder")
+        if order is not None and _small(archive, order) != b"little":
+            raise ValueError("its bytes are not little-endian")
+        stored = _unpickled(_small(archive, entries["data.pkl"]))
+        data = entries[f"data/{stored.key}"]
+        ends = [info.header_offset for info in infos if info.header_offset > data.header_offset]
+        start = _start(record, data, min(ends, default=archive.start_dir))
     item = BYTES[stored.dtype]
-    if data.file_size < (stored.start + math.prod(stored.shape)) * item:
-        raise ValueError("it holds fewer bytes than its tensor has")
+    if data.file_size != stored.size * item or stored.start + math.prod(stored.shape) > stored.size:
+        raise ValueError("it holds fewer or more bytes than its tensor has")
     return Found(stored.dtype, stored.shape, start + stored.start * item)
+
+
+def _small(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """What an entry holds, its CRC checked."""
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > _LONGEST_DESCRIPTION:
+        raise ValueError("it is a compressed or damaged archive")
+    return archive.read(info)
+
+
+def _start(record: io.BufferedIOBase, data: zipfile.ZipInfo, end: int) -> int:
+    """Where the bytes of an entry begin that has everything up to `end`."""
+    record.seek(data.header_offset)
+    header = _LOCAL.unpack(record.read(_LOCAL.size))
+    name = record.read(header[9])
+    start = data.header_offset + _LOCAL.size + header[9] + header[10]
+    stop = start + data.file_size
+    described = bool(header[2] & _DESCRIPTOR_FOLLOWS)
+    record.seek(stop)
+    after = record.read(end - stop) if 0 <= end - stop <= _LONGEST_DESCRIPTOR else b"?"
+    sound = (
+        header[0] == b"PK\x03\x04"
+        and (header[2], header[3], data.compress_type) == (data.flag_bits, zipfile.ZIP_STORED, zipfile.ZIP_STORED)
+        and name == data.orig_filename.encode()
+        and data.file_size == data.compress_size
+        and (after[:4] == b"PK\x07\x08" if described else not after)
+    )
+    if not sound:
+        raise ValueError("it is a compressed or damaged archive")
+    return start
 
 
 # --- pickle ----------------------------------------------------------------------------------------------------------
@@ -132,6 +175,7 @@ class _View(NamedTuple):
 
     dtype: str
     key: str
+    size: int  # of the storage
     start: int
     shape: Shape
 
@@ -163,8 +207,11 @@ class _Unpickler(pickle.Unpickler):
     """Knows a tensor's constructor, and does not call even that."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")):
-            return _view if name == "_rebuild_tensor_v2" else lambda view, *_: view
+        # A pickle can set attributes of what it is given: each one gets a function of its own.
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda *parts: _view(*parts)
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda view, *_: view
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module in ("torch", "torch.storage") and name in _DTYPE_OF:
@@ -173,18 +220,20 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, reference: Any) -> _Storage:
         kind, dtype, key, _, size = reference
-        if kind != "storage" or dtype not in BYTES:
+        if kind != "storage" or dtype not in BYTES or not isinstance(key, str) or not is_count(size):
             raise ValueError("it refers to something that is no storage")
-        return _Storage(dtype, str(key), int(size))
+        return _Storage(dtype, key, size)
 
 
-def _view(storage: _Storage, start: int, shape: Any, strides: Any, *_: Any) -> _View:
+def _view(storage: Any, start: Any, shape: Any, strides: Any, *_: Any) -> _View:
+    if not (isinstance(storage, _Storage) and is_count(start) and is_shape(shape) and is_shape(strides)):
+        raise ValueError("its description makes no sense")
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != expected:
             raise ValueError("its tensor is not contiguous")
         expected *= size
-    return _View(storage.dtype, storage.key, int(start), tuple(map(int, shape)))
+    return _View(storage.dtype, storage.key, storage.size, start, tuple(shape))
 
 
 def _pickled(dtype: str, shape: Shape) -> bytes:
@@ -196,8 +245,11 @@ def _pickled(dtype: str, shape: Shape) -> bytes:
 @lru_cache(maxsize=1024)
 def _unpickled(data: bytes) -> _View:
     try:
+        check_pickle(data)
         view = _Unpickler(io.BytesIO(data)).load()
-    except (pickle.UnpicklingError, TypeError, IndexError, AttributeError, EOFError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a damaged pickle leads to
         raise ValueError(f"its description cannot be read ({type(error).__name__})") from None
     if not isinstance(view, _View):
         raise ValueError("it holds no tensor")

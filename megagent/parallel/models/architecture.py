@@ -18,6 +18,7 @@ from megagent.parallel.degrees import Chunk, Degrees, Place
 from megagent.parallel.models.rows import Row, Tie, padded
 from megagent.parallel.reshard.boxes import Box, LocalTensor, Shape
 
+FLOATS = ("BF16", "F16", "F32", "F64")  # the dtypes that weights may have, as safetensors writes them
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 
@@ -218,6 +219,24 @@ class Architecture:
         copies = self.row(self.ties.megatron).hf_shapes(self)
         originals = self.row(self.ties.to).hf_shapes(self)
         return dict(zip(copies, originals, strict=True))
+
+    def hf_problems(self, held: Mapping[str, tuple[str, Shape]], all_seen: bool = True) -> list[str]:
+        """Every difference between the Hugging Face tensors of a checkpoint and those of the model; empty if none.
+
+        held: name -> (dtype as safetensors writes it, shape); a tie's copy may be among them. all_seen: whether there
+        are no others; else none is called missing.
+        """
+        shapes, ties = self.hf_shapes(), self.tied_hf_names()
+        found = [f"missing {name} {list(shape)}" for name, shape in shapes.items() if all_seen and name not in held]
+        for name, (dtype, shape) in held.items():
+            wanted = shapes.get(ties.get(name, name))
+            if wanted is None:
+                found.append(f"unexpected {name} {dtype} {list(shape)}")
+            elif shape != wanted:
+                found.append(f"{name} is {list(shape)} and should be {list(wanted)}")
+            elif dtype not in FLOATS:
+                found.append(f"{name} is {dtype} and should be one of {', '.join(FLOATS)}")
+        return found
 
     def megatron_names(self) -> list[str]:
         """Canonical names of the model's Megatron tensors, each once, in the table's order, without a tie's copy."""

@@ -67,6 +67,12 @@ class Family:
         }
         if rope.factor is not None:
             config["rope_scaling"] = {"rope_type": "llama3", "factor": rope.factor, **Rope.LLAMA3}
+        if architecture.experts is not None:
+            config |= {
+                "num_experts_per_tok": architecture.experts.per_token,
+                "output_router_logits": architecture.experts.aux_loss > 0,
+                "router_aux_loss_coef": architecture.experts.aux_loss,
+            }
         return config | dict(self.write(architecture))
 
 

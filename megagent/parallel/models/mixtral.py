@@ -19,17 +19,7 @@ def _read(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(architecture: Architecture) -> dict[str, Any]:
-    experts = architecture.experts
-    if experts is None:
-        raise ValueError("a mixtral architecture has experts")
-    return {
-        "sliding_window": None,
-        "router_jitter_noise": 0.0,
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "output_router_logits": experts.aux_loss > 0,
-        "router_aux_loss_coef": experts.aux_loss,
-    }
+    return {"sliding_window": None, "router_jitter_noise": 0.0, "num_local_experts": architecture.expert_count}
 
 
 MIXTRAL = Family(

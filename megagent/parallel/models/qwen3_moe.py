@@ -25,20 +25,14 @@ def _read(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(architecture: Architecture) -> dict[str, Any]:
-    experts = architecture.experts
-    if experts is None:
-        raise ValueError("a qwen3_moe architecture has experts")
     return {
         "use_sliding_window": False,
         "attention_bias": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.ffn,
-        "norm_topk_prob": experts.renormalised,
-        "output_router_logits": experts.aux_loss > 0,
-        "router_aux_loss_coef": experts.aux_loss,
+        "num_experts": architecture.expert_count,
+        "moe_intermediate_size": architecture.expert_ffn,
+        "norm_topk_prob": architecture.experts is not None and architecture.experts.renormalised,
     }
 
 
