@@ -241,6 +241,11 @@ class Config:
         """Whether the estimator asks for the values of a critic."""
         return self.algo.estimator == "gae"
 
+    @property
+    def plays_greedily(self) -> bool:
+        """Whether the estimator asks for a greedy episode of every task."""
+        return self.algo.estimator == "remax"
+
 
 def as_yaml(config: Config) -> str:
     """The configuration as YAML, every reference resolved, in the order of the schema."""

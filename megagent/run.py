@@ -94,12 +94,12 @@ class Run:
         return self.config.trainer.tasks_per_iteration * self.config.env.rollout.n
 
     def collect(self, iteration: int, progress: Callable[[int], None]) -> list[Episode]:
-        """env.rollout.n episodes of each of the iteration's tasks."""
+        """env.rollout.n episodes of each of the iteration's tasks, and a greedy one if the estimator asks for it."""
         trainer = self.config.trainer
         tasks = self.world.draw("train", trainer.tasks_per_iteration, trainer.seed, iteration)
         seed = trainer.seed * 100_003 + iteration
         n, temperature, cut = self.config.env.rollout.n, self.config.rollout.temperature, self.collector.prompts.cut
-        episodes = self.collector.collect(tasks, n, temperature, seed, progress)
+        episodes = self.collector.collect(tasks, n, temperature, seed, progress, self.config.plays_greedily)
         self.metrics["rollout/cut_prompts"] = float(self.collector.prompts.cut - cut)
         return episodes
 
