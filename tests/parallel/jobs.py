@@ -142,11 +142,15 @@ def log_probs_of(rank: Any, rows: StepBatch, model: str = "actor") -> tuple[torc
 
 
 def update(start: Start, config: Config, rows: StepBatch, updates: int = 1) -> dict[str, Any]:
-    """Log-probs before, metrics of the last of some updates, and log-probs and weights after."""
+    """Log-probs before, metrics of the last of some updates, and log-probs and weights after.
+
+    Without the metrics of the schedule: they say how rows were cut, which changes nothing else.
+    """
     rank = start(config)
     before = log_probs_of(rank, rows)
     for _ in range(updates):
         metrics = rank.update(replica_part(rank, rows))
+    metrics = {name: value for name, value in metrics.items() if not name.startswith("schedule/")}
     return {
         "before": before,
         "metrics": metrics,
