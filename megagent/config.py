@@ -165,6 +165,7 @@ class TrainerConfig:
     mini_batch_rows: int = 64  # rows (steps) of one optimizer step, over all data-parallel ranks
     micro_batch_rows: int = 4  # rows of one forward-backward on one rank
     log_prob_micro_batch_rows: int = 8  # rows of one forward without gradients on one rank
+    micro_batch_tokens: int = 0  # instead of the two above: tokens of either on one rank, padding included; 0: by rows
     pack_rows: bool = False  # rows of a micro-batch lie end to end instead of each padded to the longest
     epochs: int = 1
     lr: float = 1e-6
@@ -240,6 +241,11 @@ class Config:
     def has_critic(self) -> bool:
         """Whether the estimator asks for the values of a critic."""
         return self.algo.estimator == "gae"
+
+    @property
+    def plays_greedily(self) -> bool:
+        """Whether the estimator asks for a greedy episode of every task."""
+        return self.algo.estimator == "remax"
 
 
 def as_yaml(config: Config) -> str:

@@ -133,6 +133,7 @@ RANGES: Mapping[str, Range] = {
     "trainer.mini_batch_rows": AT_LEAST_ONE,
     "trainer.micro_batch_rows": AT_LEAST_ONE,
     "trainer.log_prob_micro_batch_rows": AT_LEAST_ONE,
+    "trainer.micro_batch_tokens": NOT_NEGATIVE,
     "trainer.epochs": AT_LEAST_ONE,
     "trainer.lr": ABOVE_ZERO,
     "trainer.lr_warmup_iterations": NOT_NEGATIVE,

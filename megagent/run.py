@@ -49,6 +49,7 @@ class Run:
     collector: Collector
     bridge: FileBridge
     finished: int = 0  # iterations done before this process started
+    iteration: int = 0  # the one under way
     kl_coef: float = 0.0  # of the KL in the reward, as it is now
     metrics: dict[str, float] = field(default_factory=dict)  # of the iteration under way
 
@@ -61,7 +62,7 @@ class Run:
     def iterations(self) -> Iterator[int]:
         """The numbers of the iterations still to do, from 1."""
         for iteration in range(self.finished + 1, self.config.trainer.iterations + 1):
-            self.metrics = {}
+            self.iteration, self.metrics = iteration, {}
             yield iteration
 
     def validates(self, iteration: int) -> bool:
@@ -94,12 +95,12 @@ class Run:
         return self.config.trainer.tasks_per_iteration * self.config.env.rollout.n
 
     def collect(self, iteration: int, progress: Callable[[int], None]) -> list[Episode]:
-        """env.rollout.n episodes of each of the iteration's tasks."""
+        """env.rollout.n episodes of each of the iteration's tasks, and a greedy one if the estimator asks for it."""
         trainer = self.config.trainer
         tasks = self.world.draw("train", trainer.tasks_per_iteration, trainer.seed, iteration)
         seed = trainer.seed * 100_003 + iteration
         n, temperature, cut = self.config.env.rollout.n, self.config.rollout.temperature, self.collector.prompts.cut
-        episodes = self.collector.collect(tasks, n, temperature, seed, progress)
+        episodes = self.collector.collect(tasks, n, temperature, seed, progress, self.config.plays_greedily)
         self.metrics["rollout/cut_prompts"] = float(self.collector.prompts.cut - cut)
         return episodes
 
@@ -137,7 +138,7 @@ class Run:
         if not self.config.has_critic:
             return
         columns = ("prompts", "responses", "response_mask", "values", "value_targets")
-        self.metrics |= self.actor.update_critic(rows.select(*columns))
+        self.metrics |= self.actor.update_critic(rows.select(*columns), self.iteration)
         self.metrics["critic/vf_explained_var"] = explained_variance(rows)
 
     def actor_learns(self, iteration: int) -> bool:
@@ -156,7 +157,7 @@ class Run:
 
     def update(self, rows: StepBatch) -> None:
         columns = ("prompts", "responses", "response_mask", "old_log_probs", "ref_log_probs", "advantages")
-        self.metrics |= self.actor.update(rows.select(*(name for name in columns if name in rows)))
+        self.metrics |= self.actor.update(rows.select(*(name for name in columns if name in rows)), self.iteration)
 
     def sync(self) -> None:
         self.metrics |= self.bridge.sync(self.actor, self.rollout)

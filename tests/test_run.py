@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megagent.batch import Jagged, StepBatch
@@ -73,7 +74,7 @@ class Critic:
         self.calls.append(("values", rows.names))
         return rows["responses"].like(torch.full((rows["responses"].tokens,), 2.0))
 
-    def update_critic(self, rows: StepBatch) -> dict[str, float]:
+    def update_critic(self, rows: StepBatch, number: int) -> dict[str, float]:
         self.calls.append(("update_critic", rows.names))
         return {"critic/vf_loss": 1.0}
 
@@ -118,3 +119,19 @@ def test_without_a_critic_nobody_is_asked_and_the_actor_learns_at_once() -> None
     run.update_critic(rows)
     assert critic.calls == []
     assert run.actor_learns(1)
+
+
+@pytest.mark.parametrize(("estimator", "greedy"), [("remax", True), ("gigpo", False)])
+def test_a_greedy_episode_of_each_task_is_played_only_if_the_estimator_asks(estimator: str, greedy: bool) -> None:
+    config = Config()
+    config.algo.estimator, config.env.rollout.n = estimator, 3
+    asked: list[Any] = []
+    collector: Any = SimpleNamespace(prompts=SimpleNamespace(cut=0), collect=lambda *call: asked.append(call) or [])
+    world: Any = SimpleNamespace(draw=lambda *_: ["task"])
+    absent: dict[str, Any] = dict.fromkeys(("folder", "recorder", "actor", "rollout", "bridge"))
+
+    def progress(episodes: int) -> None: ...
+
+    run = Run(config=config, world=world, collector=collector, **absent)
+    run.collect(iteration=2, progress=progress)
+    assert asked == [(["task"], 3, config.rollout.temperature, 2, progress, greedy)]

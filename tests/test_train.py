@@ -136,10 +136,12 @@ def test_bad_input_ends_before_anything_starts(
     assert not (tmp_path / "run").exists()  # refused before the run folder, hence before Ray
 
 
-@pytest.mark.parametrize("overrides", [("parallel=tp2_pp2",), ("rollout.tp=2",)], ids=" ".join)
+@pytest.mark.parametrize("overrides", [("parallel=tp2_pp2",), ("rollout.tp=2", "algo=remax")], ids=" ".join)
 def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = finished(tmp_path / "run", *overrides)
     assert_trained(run)
+    # remax plays a greedy episode of each task beside the others; their metrics are not mixed.
+    assert ("rollout/greedy_success" in iteration_record(run, 1)) is ("algo=remax" in overrides)
     assert run.leftovers(within_s=PATIENCE_S) == []
 
 

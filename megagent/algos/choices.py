@@ -50,19 +50,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algo.adjust": ADJUSTMENTS,
 }
 
-# What an estimator reads that no part of the training loop writes.
-_MISSING_INPUTS = {
-    "remax": "the reward of a greedy episode of every task, which the training loop does not play; use rloo, whose "
-    "baseline is the other episodes of the task",
-}
-
 
 def algo_problems(config: Config) -> list[str]:
     """Sentences (value, rule, fix) for algo.* keys that are sound by themselves and do not go together."""
     algo = config.algo
     problems = []
-    if algo.estimator in _MISSING_INPUTS:
-        problems.append(f"algo.estimator={algo.estimator}: it needs {_MISSING_INPUTS[algo.estimator]}")
     if algo.compat == "verl_agent":
         differing = [
             f"{key}={value} (there: {theirs})"

@@ -47,7 +47,7 @@ def reinforce_pp_baseline_advantages(batch: StepBatch, algo: AlgoConfig) -> Jagg
 
 
 def remax_advantages(batch: StepBatch, algo: AlgoConfig) -> Jagged:
-    """The row's score less the reward of a greedy episode of its task.
+    """The row's score less the reward of a greedy episode of its task, which bears no penalty and no KL.
 
     Needs baseline_rewards [rows], token_rewards and response_mask. Source: ReMax (arXiv 2310.10505).
     """

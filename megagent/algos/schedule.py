@@ -6,8 +6,8 @@ Pure Python over integers, so that a configuration can be checked and its table 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import lcm
+from dataclasses import dataclass, replace
+from math import ceil, lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -148,18 +148,22 @@ _KEYS = {
 
 
 def sizes_of(config: Config) -> ScheduleSizes:
-    """The sizes of a configuration; log-probs of actor and reference are computed in the same micro-batches."""
+    """The sizes of a configuration; log-probs of actor and reference are computed in the same micro-batches.
+
+    Micro-batches by tokens take any number of rows: then only the mini-batch is one of the sizes.
+    """
     parallel, trainer = config.parallel, config.trainer
-    return ScheduleSizes(
-        dp=parallel.dp,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        vpp=parallel.vpp,
+    sizes = ScheduleSizes(
+        dp=parallel.dp, tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, mini_batch_rows=trainer.mini_batch_rows
+    )
+    if trainer.micro_batch_tokens:
+        return sizes
+    return replace(
+        sizes,
         log_prob_rows=trainer.log_prob_micro_batch_rows,
         reference_rows=trainer.log_prob_micro_batch_rows if config.algo.kl_coef else None,
         actor_rows=trainer.micro_batch_rows,
         critic_rows=trainer.micro_batch_rows if config.has_critic else None,
-        mini_batch_rows=trainer.mini_batch_rows,
     )
 
 
@@ -170,7 +174,7 @@ def schedule_multiple(config: Config) -> int:
 
 def batch_plan(config: Config) -> list[PlanRow]:
     """The batch table of --dry-run. Needs a configuration without batch_problems."""
-    parallel, trainer, env, rollout = config.parallel, config.trainer, config.env, config.rollout
+    trainer, env, rollout = config.trainer, config.env, config.rollout
     episodes = trainer.tasks_per_iteration * env.rollout.n
     most = episodes * env.max_steps
     found = divisors(sizes_of(config), _KEYS)
@@ -178,8 +182,8 @@ def batch_plan(config: Config) -> list[PlanRow]:
     mode = config.algo.adjust
     aligned = aligned_rows(most, multiple, mode)
     mini_batches = aligned // trainer.mini_batch_rows
-    mini_batch_rank_rows = trainer.mini_batch_rows // parallel.dp
-    row_tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
+    row_tokens = _row_tokens(config)
+    micro_batches = _micro_batches_by_tokens if trainer.micro_batch_tokens else _micro_batches_by_rows
     return [
         PlanRow("tasks an iteration", trainer.tasks_per_iteration, "trainer.tasks_per_iteration"),
         PlanRow("episodes an iteration", episodes, f"x env.rollout.n {env.rollout.n}"),
@@ -188,7 +192,6 @@ def batch_plan(config: Config) -> list[PlanRow]:
         *found,
         PlanRow("multiple", multiple, _lcm_of(found)),
         PlanRow("aligned rows, at most", aligned, f"{most} rows, {_ADJUSTED[mode]} a multiple of {multiple}"),
-        PlanRow("rows of one rank, at most", aligned // parallel.dp, f"{aligned} / parallel.dp {parallel.dp}"),
         PlanRow("mini-batches an iteration, at most", mini_batches, f"{aligned} / {trainer.mini_batch_rows} rows"),
         PlanRow(
             "optimizer steps an iteration, at most",
@@ -196,32 +199,72 @@ def batch_plan(config: Config) -> list[PlanRow]:
             f"{mini_batches} mini-batches x trainer.epochs {trainer.epochs}",
         ),
         PlanRow(
-            "micro-batches of one mini-batch on one rank",
-            mini_batch_rank_rows // trainer.micro_batch_rows,
-            f"{mini_batch_rank_rows} rows / trainer.micro_batch_rows {trainer.micro_batch_rows}",
-        ),
-        PlanRow(
-            "log-prob micro-batches of one rank, at most",
-            aligned // parallel.dp // trainer.log_prob_micro_batch_rows,
-            f"{aligned // parallel.dp} rows / trainer.log_prob_micro_batch_rows {trainer.log_prob_micro_batch_rows}",
-        ),
-        PlanRow(
             "tokens of a row, at most",
             row_tokens,
             f"prompt {rollout.max_prompt_tokens} + response {rollout.max_response_tokens}",
         ),
+        *micro_batches(config, aligned),
+        PlanRow("tokens an iteration, at most", row_tokens * aligned, f"x {aligned} rows"),
+    ]
+
+
+def _micro_batches_by_rows(config: Config, aligned: int) -> list[PlanRow]:
+    dp, trainer, row_tokens = config.parallel.dp, config.trainer, _row_tokens(config)
+    mini_batch_rows, rank_rows = trainer.mini_batch_rows // dp, aligned // dp
+    training = f"trainer.micro_batch_rows {trainer.micro_batch_rows}"
+    log_prob = f"trainer.log_prob_micro_batch_rows {trainer.log_prob_micro_batch_rows}"
+    return [
+        PlanRow("rows of one rank, at most", rank_rows, f"{aligned} / parallel.dp {dp}"),
+        PlanRow(
+            "micro-batches of one mini-batch on one rank",
+            mini_batch_rows // trainer.micro_batch_rows,
+            f"{mini_batch_rows} rows / {training}",
+        ),
+        PlanRow(
+            "log-prob micro-batches of one rank, at most",
+            rank_rows // trainer.log_prob_micro_batch_rows,
+            f"{rank_rows} rows / {log_prob}",
+        ),
         PlanRow(
             "tokens of a training micro-batch, at most",
             row_tokens * trainer.micro_batch_rows,
-            f"x trainer.micro_batch_rows {trainer.micro_batch_rows}",
+            f"{row_tokens} x {training}",
         ),
         PlanRow(
             "tokens of a log-prob micro-batch, at most",
             row_tokens * trainer.log_prob_micro_batch_rows,
-            f"x trainer.log_prob_micro_batch_rows {trainer.log_prob_micro_batch_rows}",
+            f"{row_tokens} x {log_prob}",
         ),
-        PlanRow("tokens an iteration, at most", row_tokens * aligned, f"x {aligned} rows"),
     ]
+
+
+def _micro_batches_by_tokens(config: Config, aligned: int) -> list[PlanRow]:
+    trainer, multiple = config.trainer, sizes_of(config).micro_batch_multiple
+    longest_rows = trainer.micro_batch_tokens // _row_tokens(config)
+    unit = config.parallel.dp * multiple
+    how = f"in micro-batches of {longest_rows} of the longest, over parallel.dp {config.parallel.dp}"
+    how += f", in groups of {multiple}" if multiple > 1 else ""
+
+    def most(rows: int) -> int:
+        return ceil(ceil(rows / longest_rows) / unit) * multiple
+
+    mini_batch_rows = trainer.mini_batch_rows
+    return [
+        PlanRow(
+            "tokens of a micro-batch, at most", trainer.micro_batch_tokens, "trainer.micro_batch_tokens, with padding"
+        ),
+        PlanRow(
+            "micro-batches of one mini-batch on one rank, at most",
+            most(mini_batch_rows),
+            f"{mini_batch_rows} rows {how}",
+        ),
+        PlanRow("log-prob micro-batches of one rank, at most", most(aligned), f"{aligned} rows {how}"),
+    ]
+
+
+def _row_tokens(config: Config) -> int:
+    """The longest row as a micro-batch may have to hold it."""
+    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def batch_problems(config: Config) -> list[str]:
@@ -242,14 +285,30 @@ def batch_problems(config: Config) -> list[str]:
             "least 2; use env.rollout.n=8"
         )
     problems.extend(schedule_problems(sizes_of(config), _KEYS))
+    problems.extend(_budget_problems(config))
     problems.extend(_iteration_problems(config))
     return problems
+
+
+def _budget_problems(config: Config) -> list[str]:
+    budget, rollout = config.trainer.micro_batch_tokens, config.rollout
+    unit = token_multiple(sizes_of(config), config.parallel.sequence_parallel)
+    longest = -(-_row_tokens(config) // unit) * unit
+    if not budget or longest <= budget:
+        return []
+    parts = f", for the {unit} ranks of parallel.sequence_parallel" if unit > 1 else ""
+    sentence = (
+        f"trainer.micro_batch_tokens={budget}: a row may have {longest} tokens (rollout.max_prompt_tokens="
+        f"{rollout.max_prompt_tokens} + rollout.max_response_tokens={rollout.max_response_tokens}{parts}), and a "
+        f"micro-batch must hold it; use {longest} or more"
+    )
+    return [sentence]
 
 
 def sft_batch_problems(config: Config) -> list[str]:
     """As batch_problems, for the supervised warm start; a training run does not care."""
     rows, dp = config.sft.batch_rows, config.parallel.dp
-    if dp < 1 or rows % dp == 0:
+    if dp < 1 or rows % dp == 0 or config.trainer.micro_batch_tokens:
         return []
     return [
         f"sft.batch_rows={rows} cannot be shared equally by parallel.dp={dp} ranks; use {_multiples_near(rows, dp)}"

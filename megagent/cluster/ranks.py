@@ -12,12 +12,14 @@ from typing import Any, Literal
 import ray
 from ray.actor import ActorHandle
 
+from megagent.algos.shares import Share, equal_shares, gathered, token_shares
 from megagent.batch import Jagged, StepBatch
 from megagent.cluster.calls import wait_all
 from megagent.cluster.placement import Placement
 from megagent.config import Config
 from megagent.errors import InfrastructureError
-from megagent.model_source import model_folder
+from megagent.model_source import hf_config_of, model_folder
+from megagent.parallel.models import architecture_of
 
 # Above those that Ray gives to its workers, below those that Linux gives to outgoing connections.
 RENDEZVOUS_PORTS = range(22000, 32000)
@@ -65,8 +67,8 @@ def free_port(address: str) -> int:
 class RankGroup:
     """Actor and reference policy over TP x PP x DP ranks.
 
-    The rows of a batch go to the data-parallel replicas in equal contiguous parts; every tensor and pipeline rank of a
-    replica gets the same part.
+    The rows of a batch are dealt to the data-parallel replicas by megagent.algos.shares; every tensor and pipeline rank
+    of a replica gets the same ones.
     """
 
     def __init__(self, config: Config, placement: Placement, task: Task = "rl") -> None:
@@ -94,38 +96,51 @@ class RankGroup:
         calls = {f"rank {rank}": actor.call.remote(method, *arguments) for rank, actor in enumerate(self.actors)}
         return list(wait_all(calls, method, self.timeout_s).values())
 
-    def _call_on_rows(self, method: str, rows: StepBatch, *arguments: Any) -> list[Any]:
-        parts = [ray.put(part) for part in rows.split(self.config.parallel.dp)]
+    def shares(self, rows: StepBatch, update: int | None = None) -> list[Share]:
+        """What each replica gets of the rows of a pass. update: how many updates came before, if it is one."""
+        config = self.config
+        if not config.trainer.micro_batch_tokens:
+            return equal_shares(len(rows), config.parallel.dp)
+        hidden = architecture_of(hf_config_of(config.model.path)).hidden
+        return token_shares(rows["prompts"].lengths + rows["responses"].lengths, config, hidden, update)
+
+    def _call_on_rows(self, method: str, rows: StepBatch, shares: list[Share], *arguments: Any) -> list[Any]:
+        parts = [(ray.put(share.of(rows)), *arguments, share.steps) for share in shares]
         calls = {
-            f"rank {rank}": actor.call.remote(method, parts[self.replica_of(rank)], *arguments)
+            f"rank {rank}": actor.call.remote(method, *parts[self.replica_of(rank)])
             for rank, actor in enumerate(self.actors)
         }
         return list(wait_all(calls, method, self.timeout_s).values())
 
+    def _by_replica(self, answers: list[Any]) -> list[Any]:
+        """The answer of every replica's speaking rank."""
+        found = {self.replica_of(rank): answer for rank, answer in enumerate(answers) if answer is not None}
+        return [found[replica] for replica in range(self.config.parallel.dp)]
+
     def log_probs(self, rows: StepBatch, model: Literal["actor", "reference"]) -> dict[str, Jagged]:
         """Log-probs and entropy of every response token by teacher forcing: Jagged over responses, each."""
-        answers = self._call_on_rows("log_probs", rows, model)
-        by_replica = {self.replica_of(rank): answer for rank, answer in enumerate(answers) if answer is not None}
-        parts = [by_replica[replica] for replica in range(self.config.parallel.dp)]
-        return {name: Jagged.concat([part[name] for part in parts]) for name in parts[0]}
+        shares = self.shares(rows)
+        parts = self._by_replica(self._call_on_rows("log_probs", rows, shares, model))
+        return {name: gathered([part[name] for part in parts], shares) for name in parts[0]}
 
-    def update(self, rows: StepBatch) -> dict[str, float]:
-        """One PPO update over all mini-batches of `rows`; its metrics, the same on every rank."""
-        return next(answer for answer in self._call_on_rows("update", rows) if answer)
+    def update(self, rows: StepBatch, number: int) -> dict[str, float]:
+        """One PPO update over all mini-batches of `rows`; its metrics, the same on every rank. number: from 1."""
+        shares = self.shares(rows, number - 1)
+        return next(answer for answer in self._call_on_rows("update", rows, shares) if answer)
 
     def values(self, rows: StepBatch) -> Jagged:
         """The critic's value of every response token: Jagged over responses."""
-        answers = self._call_on_rows("values", rows)
-        by_replica = {self.replica_of(rank): answer for rank, answer in enumerate(answers) if answer is not None}
-        return Jagged.concat([by_replica[replica] for replica in range(self.config.parallel.dp)])
+        shares = self.shares(rows)
+        return gathered(self._by_replica(self._call_on_rows("values", rows, shares)), shares)
 
-    def update_critic(self, rows: StepBatch) -> dict[str, float]:
-        """One update of the critic over all mini-batches of `rows`; its metrics, the same on every rank."""
-        return next(answer for answer in self._call_on_rows("update_critic", rows) if answer)
+    def update_critic(self, rows: StepBatch, number: int) -> dict[str, float]:
+        """One update of the critic over all mini-batches of `rows`; see update."""
+        shares = self.shares(rows, number - 1)
+        return next(answer for answer in self._call_on_rows("update_critic", rows, shares) if answer)
 
     def supervised_update(self, rows: StepBatch) -> dict[str, float]:
         """One optimizer step of the weighted next-token loss."""
-        return next(answer for answer in self._call_on_rows("supervised_update", rows) if answer)
+        return next(answer for answer in self._call_on_rows("supervised_update", rows, self.shares(rows)) if answer)
 
     def publish_weights(self, path: Path, version: int) -> None:
         """Write the full Hugging Face tensors of the actor into one safetensors file."""

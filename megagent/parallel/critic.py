@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megagent.algos.shares import Steps
 from megagent.algos.values import VALUE_METRICS, value_loss
 from megagent.batch import Jagged, StepBatch
 from megagent.parallel import schedule
@@ -21,36 +22,36 @@ class Critic(Learner):
 
     name = "critic"
 
-    def values(self, shard: StepBatch) -> Jagged | None:
+    def values(self, shard: StepBatch, steps: Steps | None = None) -> Jagged | None:
         """The value of every response token: Jagged float32 over the responses, in the order of the replica's rows.
 
-        On the replica's speaking rank (last stage, first tensor rank), None on the others.
+        steps: as for Policy.log_probs. On the replica's speaking rank (last stage, first tensor rank), None on others.
         """
         sequences = schedule.response_sequences(shard)
-        cut = self._cut(sequences, torch.arange(len(sequences)), self.config.trainer.log_prob_micro_batch_rows)
+        cut = self._whole_cut(sequences, steps, self.config.trainer.log_prob_micro_batch_rows)
         results = schedule.run(self.stage, sequences, cut, _values_of, forward_only=True)
         if not self.topology.speaks:
             return None
         return restored([result["values"] for result in results], cut, shard["responses"])
 
-    def update(self, shard: StepBatch) -> dict[str, float]:
+    def update(self, shard: StepBatch, steps: Steps | None = None) -> dict[str, float]:
         """The clipped value loss on the replica's rows: epochs x mini-batches, one optimizer step each.
 
-        shard needs prompts, responses, response_mask, values and value_targets. Rows are shuffled anew in every epoch,
-        within the replica. Returns VALUE_METRICS as means over loss tokens, the mean norm of the gradients before
-        clipping and the last learning rate, the same on every rank. Raises TrainingDivergedError as Policy.update does.
+        shard needs prompts, responses, response_mask, values and value_targets; steps: as for Policy.update. Returns
+        VALUE_METRICS as means over loss tokens, the mean norm of the gradients before clipping, the last learning rate,
+        the padding and the imbalance of the schedule, the same on every rank. Raises TrainingDivergedError as
+        Policy.update does.
         """
         columns = ["response_mask", "values", "value_targets"]
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
-        mini_batches = self._mini_batches(len(sequences))
-        counts = self._totals(_loss_tokens(shard), mini_batches)
+        cuts = self._training_cuts(sequences, steps)
+        counts = self._totals(_loss_tokens(shard), cuts)
 
         totals = torch.zeros(len(VALUE_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr
-        for rows, count in zip(mini_batches, counts, strict=True):
+        for cut, count in zip(cuts, counts, strict=True):
             if count == 0:  # padding rows only
                 continue
-            cut = self._cut(sequences, rows, self.config.trainer.micro_batch_rows)
             loss = _ValueLoss(self.config.critic.clip, count)
             results = schedule.run(self.stage, sequences, cut, loss, forward_only=False)
             sums = self._shared_sums(results, (*VALUE_METRICS, "loss"))
@@ -63,6 +64,7 @@ class Critic(Learner):
             **dict(zip(VALUE_METRICS, means.tolist(), strict=True)),
             "critic/grad_norm": sum(norms) / max(len(norms), 1),
             "critic/lr": lr,
+            **self._cut_metrics(sequences, cuts),
         }
 
 

@@ -7,18 +7,22 @@ number of replicas changes a gradient (beyond the order of float sums).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from megagent.algos.packing import dp_imbalance, laid_tokens, padding_waste
+from megagent.algos.shares import Steps, mini_batches
 from megagent.batch import Jagged
 from megagent.config import Config
-from megagent.errors import MegagentError
+from megagent.errors import BatchError, MegagentError
 from megagent.parallel import platform, schedule
 from megagent.parallel.model import Stage
 from megagent.parallel.optimizer import Optimizer
 from megagent.parallel.topology import Topology
+
+Cut = list[Tensor]  # row indices [n] of each micro-batch
 
 
 class TrainingDivergedError(MegagentError):
@@ -38,25 +42,48 @@ class Learner:
         self.steps = 0  # optimizer steps of this process; errors name them
         self.updates = 0  # calls of update(); part of a checkpoint, for the order of rows follows from it
 
-    def _mini_batches(self, rows: int) -> list[Tensor]:
-        """Row indices of each optimizer step of an update: trainer.epochs times all rows of the replica."""
-        mini_batch_rows = self.config.trainer.mini_batch_rows // self.topology.dp
-        epochs = range(self.config.trainer.epochs)
-        return [part for epoch in epochs for part in torch.split(self._shuffled(rows, epoch), mini_batch_rows)]
+    def _training_cuts(self, sequences: schedule.Sequences, steps: Steps | None) -> list[Cut]:
+        """The micro-batches of every optimizer step of an update: those of `steps`, or by trainer.micro_batch_rows."""
+        if steps is not None:
+            return [step.rows() for step in steps]
+        trainer, topology = self.config.trainer, self.topology
+        rows = trainer.mini_batch_rows // topology.dp
+        found = mini_batches(len(sequences), rows, trainer, self.updates, topology.dp_rank)
+        return [self._by_rows(sequences, each, trainer.micro_batch_rows) for each in found]
 
-    def _shuffled(self, rows: int, epoch: int) -> Tensor:
-        """A random order of the replica's rows: the same on its tensor and pipeline ranks, and after a resume."""
-        generator = torch.Generator()
-        seed = self.config.trainer.seed * 1_000_003 + self.updates * 1009 + epoch
-        generator.manual_seed(seed * 4096 + self.topology.dp_rank)
-        return torch.randperm(rows, generator=generator)
+    def _whole_cut(self, sequences: schedule.Sequences, steps: Steps | None, micro_batch_rows: int) -> Cut:
+        """The micro-batches of a pass over all rows: those of the only step in `steps`, or by their number of rows."""
+        if steps is not None:
+            [step] = steps
+            return step.rows()
+        return self._by_rows(sequences, torch.arange(len(sequences)), micro_batch_rows)
 
-    def _totals(self, per_row: Tensor, mini_batches: list[Tensor]) -> list[float]:
-        """Sums of per_row [rows] over each mini-batch and all replicas."""
-        return self.topology.sum_over_replicas([float(per_row[rows].sum()) for rows in mini_batches]).tolist()
-
-    def _cut(self, sequences: schedule.Sequences, rows: Tensor, micro_batch_rows: int) -> list[Tensor]:
+    def _by_rows(self, sequences: schedule.Sequences, rows: Tensor, micro_batch_rows: int) -> Cut:
+        if tokens := self.config.trainer.micro_batch_tokens:
+            raise BatchError(
+                f"trainer.micro_batch_tokens={tokens}: rows come with their micro-batches, and these have none; deal "
+                "them with algos.shares.token_shares"
+            )
         return schedule.by_length(sequences, rows, micro_batch_rows, self.stage.micro_batch_multiple)
+
+    def _totals(self, per_row: Tensor, cuts: Sequence[Cut]) -> list[float]:
+        """Sums of per_row [rows] over each optimizer step and all replicas."""
+        return self.topology.sum_over_replicas([float(per_row[torch.cat(cut)].sum()) for cut in cuts]).tolist()
+
+    def _cut_metrics(self, sequences: schedule.Sequences, cuts: Sequence[Cut]) -> dict[str, float]:
+        """Over the optimizer steps of an update and all replicas: schedule/padding_waste, the share of the computed
+        tokens that are padding, and schedule/dp_imbalance, how far the busiest replica of a step is above the mean."""
+        lengths, topology = sequences.tokens.lengths, self.topology
+        tokens = torch.zeros(len(cuts), topology.dp, dtype=torch.float64)
+        tokens[:, topology.dp_rank] = torch.tensor([float(lengths[torch.cat(cut)].sum()) for cut in cuts])
+        laid = sum(
+            laid_tokens(lengths[part], self.stage.packs, self.stage.length_multiple) for cut in cuts for part in cut
+        )
+        sums = topology.sum_over_replicas([*tokens.reshape(-1).tolist(), laid])
+        return {
+            "schedule/padding_waste": padding_waste(float(sums[:-1].sum()), float(sums[-1])),
+            "schedule/dp_imbalance": dp_imbalance(sums[:-1].reshape(tokens.shape)),
+        }
 
     def _shared_sums(self, results: list[dict[str, Tensor]], names: Iterable[str]) -> Tensor:
         """[names] float64: sums of scalars over micro-batches and replicas, on every rank; a missing one is 0."""
@@ -85,7 +112,7 @@ class Learner:
         return norm
 
 
-def restored(parts: list[Tensor], cut: list[Tensor], responses: Jagged) -> Jagged:
+def restored(parts: list[Tensor], cut: Cut, responses: Jagged) -> Jagged:
     """Values of micro-batches, put back into the order of the rows. parts: [n] of each micro-batch in `cut`."""
     order = torch.cat(cut)
     # A micro-batch without any response token has predicted one all the same; see Sequences.micro_batch.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megagent.algos.losses import LOSS_METRICS, loss_shares, mean_metrics, policy_loss, with_loss_columns
+from megagent.algos.shares import Steps
 from megagent.batch import Jagged, StepBatch
 from megagent.config import AlgoConfig, Config
 from megagent.errors import MegagentError
@@ -73,15 +74,17 @@ class Policy(Learner):
 
     # --- log-probs ---------------------------------------------------------------------------------------------------
 
-    def log_probs(self, shard: StepBatch, model: Literal["actor", "reference"]) -> dict[str, Jagged] | None:
+    def log_probs(
+        self, shard: StepBatch, model: Literal["actor", "reference"], steps: Steps | None = None
+    ) -> dict[str, Jagged] | None:
         """Log-prob of every response token and the entropy at it, at the rollout's temperature.
 
-        shard: the replica's rows. Returns {"log_probs", "entropy"}, Jagged float32 over the responses in the order of
-        the rows, on the replica's speaking rank (last stage, first tensor rank), None on the others.
+        shard: the replica's rows; steps: their micro-batches (algos.shares), of log_prob_micro_batch_rows by default.
+        Returns {"log_probs", "entropy"}, Jagged float32 over the responses of the rows in micro-batches, in the order
+        of the shard, on the replica's speaking rank (last stage, first tensor rank), None on the others.
         """
         sequences = schedule.response_sequences(shard)
-        rows = torch.arange(len(sequences))
-        cut = self._cut(sequences, rows, self.config.trainer.log_prob_micro_batch_rows)
+        cut = self._whole_cut(sequences, steps, self.config.trainer.log_prob_micro_batch_rows)
         weights = self.reference.in_place() if model == "reference" else contextlib.nullcontext()
         with weights:
             scoring = Scoring(self.config.rollout.temperature)
@@ -95,32 +98,33 @@ class Policy(Learner):
 
     # --- reinforcement learning --------------------------------------------------------------------------------------
 
-    def update(self, shard: StepBatch) -> dict[str, float]:
+    def update(self, shard: StepBatch, steps: Steps | None = None) -> dict[str, float]:
         """PPO on the replica's rows: epochs x mini-batches, one optimizer step each.
 
         shard needs prompts, responses, response_mask, old_log_probs, advantages, and ref_log_probs if there is a KL
-        term. Rows are shuffled anew in every epoch, within the replica. Returns LOSS_METRICS by algo.aggregation,
-        the mean norm of the gradients before clipping and the last learning rate, the same on every rank.
+        term. steps: the micro-batches of each optimizer step (algos.shares); by default rows are shuffled anew in every
+        epoch, within the replica, and cut by trainer.micro_batch_rows. Returns LOSS_METRICS by algo.aggregation, the
+        mean norm of the gradients before clipping, the last learning rate, the padding and the imbalance of the
+        schedule, the same on every rank.
         Raises TrainingDivergedError, on every rank, before weights change if a loss is not finite, and after if only
         a gradient is not.
         """
-        trainer, algo = self.config.trainer, self.config.algo
+        algo = self.config.algo
         shard = with_loss_columns(shard, algo)
         columns = ["response_mask", "old_log_probs", "advantages", "token_weights", "loss_rows"]
         columns += ["ref_log_probs"] if algo.kl_coef else []
         sequences = schedule.response_sequences(shard, columns, mask="response_mask")
         self.reference.keep()
-        mini_batches = self._mini_batches(len(sequences))
-        counts = self._totals(loss_shares(shard, algo), mini_batches)
+        cuts = self._training_cuts(sequences, steps)
+        counts = self._totals(loss_shares(shard, algo), cuts)
 
         totals = torch.zeros(len(LOSS_METRICS), dtype=torch.float64)
         norms, lr = [], self.optimizer.lr
         # Without a coefficient the entropy is a figure to look at and needs no gradient.
         scoring = Scoring(self.config.rollout.temperature, entropy_gradient=algo.entropy_coef != 0)
-        for rows, count in zip(mini_batches, counts, strict=True):
+        for cut, count in zip(cuts, counts, strict=True):
             if count == 0:  # padding rows only: nothing to learn, and Adam's momentum should not move either
                 continue
-            cut = self._cut(sequences, rows, trainer.micro_batch_rows)
             loss = _PpoLoss(algo, count)
             results = schedule.run(self.stage, sequences, cut, loss, forward_only=False, scoring=scoring)
             sums = self._shared_sums(results, (*LOSS_METRICS, "loss"))
@@ -136,20 +140,23 @@ class Policy(Learner):
             **mean_metrics(named, sum(counts)),
             "actor/grad_norm": sum(norms) / max(len(norms), 1),
             "actor/lr": lr,
+            **self._cut_metrics(sequences, cuts),
         }
 
     # --- supervised --------------------------------------------------------------------------------------------------
 
-    def supervised_update(self, shard: StepBatch) -> dict[str, float]:
+    def supervised_update(self, shard: StepBatch, steps: Steps | None = None) -> dict[str, float]:
         """One optimizer step on the mean of -log p over tokens, weighted by the column loss_weights.
 
-        loss_weights: Jagged over prompt and response tokens. Returns sft/loss, sft/grad_norm and sft/lr, the same on
-        every rank. Raises TrainingDivergedError as update() does.
+        loss_weights: Jagged over prompt and response tokens. steps: the micro-batches of the step, by
+        trainer.micro_batch_rows by default. Returns sft/loss, sft/grad_norm and sft/lr, the same on every rank. Raises
+        TrainingDivergedError as update() does.
         """
         sequences = schedule.weighted_sequences(shard)
         self.reference.drop()
-        weights = sequences.columns["loss_weights"].values * sequences.wanted.values
-        total = float(self.topology.sum_over_replicas([float(weights.double().sum())])[0])
+        cut = self._whole_cut(sequences, steps, self.config.trainer.micro_batch_rows)
+        weights = sequences.tokens.like(sequences.columns["loss_weights"].values * sequences.wanted.values)
+        [total] = self._totals(weights.to(torch.float64).sums(), [cut])
         if total <= 0:
             raise MegagentError(
                 f"the loss weights of the batch sum to {total}; give at least one token a weight above 0"
@@ -159,7 +166,6 @@ class Policy(Learner):
             value = -(scores[:, 0] * micro_batch.columns["loss_weights"]).sum() / total
             return value, {"loss": value.detach()}
 
-        cut = self._cut(sequences, torch.arange(len(sequences)), self.config.trainer.micro_batch_rows)
         results = schedule.run(self.stage, sequences, cut, loss, forward_only=False, scoring=Scoring())
         mean = float(self._shared_sums(results, ("loss",))[0])
         metrics = {"sft/loss": mean, "sft/grad_norm": self._step(mean), "sft/lr": self.optimizer.lr}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megagent.algos.shares import Steps
 from megagent.batch import Jagged, StepBatch
 from megagent.config import Config
 from megagent.model_source import hf_config_of
@@ -24,7 +25,8 @@ class Rank:
     """One of tp x pp x dp ranks of actor and reference policy.
 
     All methods but `close` are collective: every rank calls the same ones in the same order. Ranks of one data-parallel
-    replica give the same rows, and all replicas equally many.
+    replica give the same rows, and all replicas equally many, or `steps` with equally many micro-batches: see
+    megagent.algos.shares.
     """
 
     def __init__(
@@ -76,25 +78,27 @@ class Rank:
             raise RuntimeError("algo.estimator has no critic")
         return self._critic
 
-    def log_probs(self, shard: StepBatch, model: Literal["actor", "reference"]) -> dict[str, Jagged] | None:
+    def log_probs(
+        self, shard: StepBatch, model: Literal["actor", "reference"], steps: Steps | None = None
+    ) -> dict[str, Jagged] | None:
         """See Policy.log_probs: {"log_probs", "entropy"} on the replica's speaking rank, None on the others."""
-        return self.policy.log_probs(shard, model)
+        return self.policy.log_probs(shard, model, steps)
 
-    def update(self, shard: StepBatch) -> dict[str, float]:
+    def update(self, shard: StepBatch, steps: Steps | None = None) -> dict[str, float]:
         """One PPO update on the replica's rows; see Policy.update. The same metrics on every rank."""
-        return self.policy.update(shard)
+        return self.policy.update(shard, steps)
 
-    def values(self, shard: StepBatch) -> Jagged | None:
+    def values(self, shard: StepBatch, steps: Steps | None = None) -> Jagged | None:
         """The critic's value of every response token on the replica's speaking rank, None on the others."""
-        return self.critic.values(shard)
+        return self.critic.values(shard, steps)
 
-    def update_critic(self, shard: StepBatch) -> dict[str, float]:
+    def update_critic(self, shard: StepBatch, steps: Steps | None = None) -> dict[str, float]:
         """One update of the critic on the replica's rows; see Critic.update. The same metrics on every rank."""
-        return self.critic.update(shard)
+        return self.critic.update(shard, steps)
 
-    def supervised_update(self, shard: StepBatch) -> dict[str, float]:
+    def supervised_update(self, shard: StepBatch, steps: Steps | None = None) -> dict[str, float]:
         """One optimizer step of the weighted next-token loss; see Policy.supervised_update."""
-        return self.policy.supervised_update(shard)
+        return self.policy.supervised_update(shard, steps)
 
     def publish_weights(self, path: str, version: int) -> None:
         """Write the actor's full Hugging Face tensors into one safetensors file, with its version in the metadata.

@@ -9,7 +9,7 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megagent.config import Config
 from megagent.envs.base import Observation, StepResult, Task
@@ -34,6 +34,14 @@ class Environments(Protocol):
     async def step(self, slot: int, action: str) -> StepResult: ...
 
 
+class _Part(NamedTuple):
+    """An episode to be played."""
+
+    task: Task
+    traj_uid: str
+    temperature: float
+
+
 class Collector:
     """Plays episodes with the policy that the engines hold."""
 
@@ -53,47 +61,53 @@ class Collector:
         temperature: float,
         seed: int,
         progress: Callable[[int], None] = lambda episodes: None,
+        with_greedy: bool = False,
     ) -> list[Episode]:
         """Play `episodes_per_task` episodes of every task, those of a task after each other in the result.
 
-        seed: decides every sampled token, given the weights. progress: called with 1 as each episode ends.
+        seed: decides every sampled token, given the weights. progress: called with 1 as each of these episodes ends.
+        with_greedy: play one more episode of every task at temperature 0, at the same time; it is no part of the
+        result but of the task's episodes (Episode.greedy).
         An episode whose environment process is lost is played again, env.retries times at most (Episode.lost counts).
         Raises what an environment or engine raised first; the other episodes are dropped then, not scored.
         """
         played: Counter[str] = Counter()  # a small panel may give a task twice: its episodes are numbered on
-        plan: list[tuple[Task, int]] = []
+        plan: list[_Part] = []
         for task in tasks:
             for _ in range(episodes_per_task):
-                plan.append((task, played[task.uid]))
+                plan.append(_Part(task, f"{task.uid}/{seed}/{played[task.uid]}", temperature))
                 played[task.uid] += 1
-        return asyncio.run(self._collect(plan, temperature, seed, progress))
+        sampled = len(plan)
+        if with_greedy:
+            plan += [_Part(task, f"{uid}/{seed}/greedy", 0.0) for uid, task in {t.uid: t for t in tasks}.items()]
+        episodes = asyncio.run(self._collect(plan, sampled, progress))
+        greedy = {episode.task.uid: episode for episode in episodes[sampled:]}
+        for episode in episodes[:sampled]:
+            episode.greedy = greedy.get(episode.task.uid)
+        return episodes[:sampled]
 
-    async def _collect(
-        self, plan: list[tuple[Task, int]], temperature: float, seed: int, progress: Callable[[int], None]
-    ) -> list[Episode]:
+    async def _collect(self, plan: list[_Part], counted: int, progress: Callable[[int], None]) -> list[Episode]:
+        """The episodes of the plan; the first `counted` of them are progress."""
         try:
             async with asyncio.TaskGroup() as group:
-                running = [
-                    group.create_task(self._play(slot, task, f"{task.uid}/{seed}/{number}", temperature))
-                    for slot, (task, number) in enumerate(plan)
-                ]
-                for episode in running:
+                running = [group.create_task(self._play(slot, part)) for slot, part in enumerate(plan)]
+                for episode in running[:counted]:
                     episode.add_done_callback(lambda _: progress(1))
         except BaseExceptionGroup as failures:
             # Many episodes tend to fail of one cause (an engine that died); the first says which.
             raise failures.exceptions[0] from None
         return [episode.result() for episode in running]
 
-    async def _play(self, slot: int, task: Task, traj_uid: str, temperature: float) -> Episode:
+    async def _play(self, slot: int, part: _Part) -> Episode:
         """One episode; again from its start, with the same draws, if the process that hosts it is lost."""
         retries = self.config.env.retries
         for lost in range(retries + 1):
             try:
-                return await self._attempt(slot, Episode(task, traj_uid, lost=lost), temperature)
+                return await self._attempt(slot, Episode(part.task, part.traj_uid, lost=lost), part.temperature)
             except EpisodeLost as error:
                 reason = error
         raise InfrastructureError(
-            f"task {task.uid}: its episode was lost {retries + 1} times and env.retries={retries}; the last time: "
+            f"task {part.task.uid}: its episode was lost {retries + 1} times and env.retries={retries}; the last time: "
             f"{reason} The iteration ends here; look at the memory of the node and at the Ray logs of that process."
         ) from reason
 

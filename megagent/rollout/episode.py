@@ -39,6 +39,7 @@ class Episode:
     score: float = 0.0  # the environment's own score, 0 to 1
     finished: bool = False
     lost: int = 0  # times that it was begun and lost with its process before this one
+    greedy: Episode | None = None  # one of the same task at temperature 0, that it is measured against
 
     @property
     def reward(self) -> float:
@@ -46,10 +47,13 @@ class Episode:
 
 
 def step_rows(episodes: Sequence[Episode]) -> StepBatch:
-    """One row for each step that was played, episodes after each other and steps in order of time."""
+    """One row for each step that was played, episodes after each other and steps in order of time.
+
+    Where greedy episodes were played beside them, baseline_rewards is the reward of the task's.
+    """
     rows = [(episode, index, step) for episode in episodes for index, step in enumerate(episode.steps)]
     responses = Jagged.from_list([torch.tensor(step.response_ids, dtype=torch.int64) for _, _, step in rows])
-    return StepBatch(
+    batch = StepBatch(
         {
             "uid": objects([episode.task.uid for episode, _, _ in rows]),
             "traj_uid": objects([episode.traj_uid for episode, _, _ in rows]),
@@ -67,3 +71,5 @@ def step_rows(episodes: Sequence[Episode]) -> StepBatch:
             ),
         }
     )
+    baselines = [episode.greedy.reward for episode, _, _ in rows if episode.greedy is not None]
+    return batch.with_columns(baseline_rewards=torch.tensor(baselines, dtype=torch.float32)) if baselines else batch

@@ -13,7 +13,11 @@ from megagent.rollout.episode import Episode
 
 
 def rollout_metrics(episodes: Sequence[Episode], rows: StepBatch) -> dict[str, float]:
-    """Success, lengths and validity of an iteration's episodes. rows: theirs, aligned or not."""
+    """Success, lengths and validity of an iteration's episodes. rows: theirs, aligned or not.
+
+    Greedy episodes that were played beside them count in rollout/greedy_success alone.
+    """
+    greedy = {episode.greedy.traj_uid: episode.greedy for episode in episodes if episode.greedy is not None}
     lengths = torch.tensor([len(episode.steps) for episode in episodes], dtype=torch.float32)
     real = ~rows["is_padding"]
     responses = rows["responses"].lengths[real].float()
@@ -36,6 +40,7 @@ def rollout_metrics(episodes: Sequence[Episode], rows: StepBatch) -> dict[str, f
         "prompt_length/max": float(prompts.max()),
         "response_length/mean": float(responses.mean()),
         "response_length/max": float(responses.max()),
+        **({"rollout/greedy_success": _mean(episode.won for episode in greedy.values())} if greedy else {}),
     }
 
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from itertools import combinations
+from math import ceil
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagent.algos.packing import deal, pack, row_costs
+from megagent.algos.packing import deal, laid_tokens, pack, row_costs
 from megagent.errors import BatchError
 
 lengths_of = st.lists(st.integers(1, 500), max_size=60)
@@ -57,6 +58,52 @@ def test_a_packing_by_hand() -> None:
     ]
     assert packing.tokens() == [19, 11]
     assert packing.padded_tokens() == [19, 12]
+
+
+def test_a_packing_end_to_end_by_hand() -> None:
+    """Two ranks, 12 tokens a micro-batch: 26 tokens take four, of 9, 6, 6 and 5; a rank's are the first and the last.
+    Filled up to even lengths they are 10, 6, 6 and 6."""
+    packing = pack(torch.tensor([9, 5, 5, 1, 5, 1]), 2, 12, end_to_end=True, length_multiple=2)
+    assert [[sorted(micro_batch.tolist()) for micro_batch in rank] for rank in packing.ranks] == [
+        [[0], [4]],
+        [[1, 3], [2, 5]],
+    ]
+    assert packing.tokens() == [14, 12]
+    assert packing.padded_tokens() == [16, 12]
+
+
+@given(lengths_of, st.integers(1, 5), st.integers(500, 2000), st.integers(1, 4), st.integers(1, 8))
+def test_rows_end_to_end_are_each_once_in_micro_batches_within_the_budget(
+    lengths: list[int], dp: int, budget: int, multiple: int, length_multiple: int
+) -> None:
+    budget += length_multiple
+    packing = pack(
+        torch.tensor(lengths, dtype=torch.int64),
+        dp,
+        budget,
+        multiple,
+        quadratic_at=300.0,
+        end_to_end=True,
+        length_multiple=length_multiple,
+    )
+    micro_batches = [rows for rank in packing.ranks for rows in rank]
+    assert sorted(int(row) for rows in micro_batches for row in rows) == list(range(len(lengths)))
+    assert {len(rank) for rank in packing.ranks} == {packing.micro_batches}
+    assert packing.micro_batches % multiple == 0
+    assert all(laid_tokens(packing.lengths[rows], True, length_multiple) <= budget for rows in micro_batches)
+
+
+@given(lengths_of, st.integers(1, 5), st.booleans())
+def test_never_more_micro_batches_than_rows_of_the_greatest_length_need(
+    lengths: list[int], dp: int, end_to_end: bool
+) -> None:
+    packing = pack(torch.tensor(lengths, dtype=torch.int64), dp, 1700, end_to_end=end_to_end)
+    assert packing.micro_batches <= ceil(ceil(len(lengths) / 3) / dp)
+
+
+def test_rows_padded_to_the_ranks_of_sequence_parallelism_stay_within_the_budget() -> None:
+    """Two rows of 5 tokens are 16 with padding to 8, not 10."""
+    assert pack(torch.tensor([5, 5]), 1, 10, length_multiple=8, end_to_end=False).micro_batches == 2
 
 
 def test_padding_and_imbalance_are_small_where_rows_are_many() -> None:

@@ -82,6 +82,28 @@ def test_the_table_of_the_default_recipe() -> None:
     }
 
 
+def test_the_table_of_micro_batches_by_tokens() -> None:
+    """A micro-batch of 16,384 tokens holds at least 3 rows: 22 of them hold 64 rows, 11 on each of two replicas."""
+    config = changed({"parallel.dp": 2, "trainer.micro_batch_tokens": 16384})
+    plan = {row.name: row.value for row in batch_plan(config)}
+    assert plan["multiple"] == plan["rows of one mini-batch"] == 64
+    assert plan["tokens of a micro-batch, at most"] == 16384
+    assert plan["micro-batches of one mini-batch on one rank, at most"] == 11
+    assert plan["log-prob micro-batches of one rank, at most"] == 320
+    assert not any("rows of one actor pass" in name or "training micro-batch" in name for name in plan)
+
+
+def test_by_tokens_the_interleaved_schedule_wants_whole_groups() -> None:
+    config = changed({"parallel.pp": 4, "parallel.vpp": 2, "trainer.micro_batch_tokens": 16384})
+    plan = {row.name: row.value for row in batch_plan(config)}
+    assert plan["micro-batches of one mini-batch on one rank, at most"] == 24
+
+
+def test_by_tokens_a_mini_batch_need_not_divide_among_the_replicas() -> None:
+    assert batch_problems(changed({"parallel.dp": 3, "trainer.micro_batch_tokens": 16384})) == []
+    assert sft_batch_problems(changed({"parallel.dp": 3, "trainer.micro_batch_tokens": 16384})) == []
+
+
 SEED = ScheduleSizes(dp=2, tp=2, pp=2, log_prob_rows=16, reference_rows=16, actor_rows=8)
 
 
@@ -179,6 +201,15 @@ def test_the_default_recipe_has_no_problems() -> None:
             "filled up to a multiple of 3904 rows, but 16 x 8 episodes have at most 1920; use a size that divides 64",
         ),
         ({"trainer.micro_batch_rows": 0}, "trainer.micro_batch_rows=0: it must be at least 1"),
+        (
+            {"trainer.micro_batch_tokens": 4607},
+            "tokens (rollout.max_prompt_tokens=4096 + rollout.max_response_tokens=512), and a micro-batch must hold it",
+        ),
+        (
+            {"trainer.micro_batch_tokens": 4608, "rollout.max_response_tokens": 511, "parallel.tp": 10}
+            | {"parallel.sequence_parallel": True},
+            "a row may have 4610 tokens",
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_is_told_with_its_fix(changes: dict[str, int], sentence: str) -> None:

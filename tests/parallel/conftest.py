@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Four processes that run jobs as Megatron ranks; see RankPool."""
+    """Eight processes that run jobs as Megatron ranks; see RankPool."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megagent.batch import Jagged, StepBatch
+from megagent.algos.credit import credit
+from megagent.batch import Jagged, StepBatch, objects
 from megagent.config import Config
 
 Start = Callable[..., Any]
@@ -106,6 +108,23 @@ def make_rows(rows: int = 12, seed: int = 0) -> StepBatch:
     )
 
 
+def make_episodes() -> StepBatch:
+    """The rows of make_rows as steps of six episodes of two tasks, as they are collected; the last row is padding."""
+    rows = make_rows()
+    number = torch.arange(len(rows))
+    rewards = torch.tensor([0.0, 10.0, 0.0, 1.0, 0.0, 0.0, 0.0, 3.0, 2.0, 0.0, 5.0, 0.0])
+    return rows.without("old_log_probs", "ref_log_probs", "advantages").with_columns(
+        uid=objects(f"task {i // 6}" for i in range(len(rows))),
+        traj_uid=objects(f"episode {i // 2}" for i in range(len(rows))),
+        anchor_obs=objects(f"page {i % 2}" for i in range(len(rows))),
+        step_index=number % 2,
+        rewards=rewards,
+        episode_rewards=rewards.view(6, 2).sum(dim=1).repeat_interleave(2),
+        is_action_valid=number % 5 != 3,
+        is_padding=number == 11,
+    )
+
+
 def replica_part(rank: Any, rows: StepBatch) -> StepBatch:
     return rows.split(rank.topology.dp)[rank.topology.dp_rank]
 
@@ -123,11 +142,15 @@ def log_probs_of(rank: Any, rows: StepBatch, model: str = "actor") -> tuple[torc
 
 
 def update(start: Start, config: Config, rows: StepBatch, updates: int = 1) -> dict[str, Any]:
-    """Log-probs before, metrics of the last of some updates, and log-probs and weights after."""
+    """Log-probs before, metrics of the last of some updates, and log-probs and weights after.
+
+    Without the metrics of the schedule: they say how rows were cut, which changes nothing else.
+    """
     rank = start(config)
     before = log_probs_of(rank, rows)
     for _ in range(updates):
         metrics = rank.update(replica_part(rank, rows))
+    metrics = {name: value for name, value in metrics.items() if not name.startswith("schedule/")}
     return {
         "before": before,
         "metrics": metrics,
@@ -138,9 +161,39 @@ def update(start: Start, config: Config, rows: StepBatch, updates: int = 1) -> d
     }
 
 
-def updates(start: Start, configs: list[Config], rows: StepBatch, updates: int) -> list[dict[str, Any]]:
-    """`update` with one configuration after the other."""
-    return [update(start, config, rows, updates) for config in configs]
+def iterations(start: Start, configs: list[Config], rows: StepBatch, count: int) -> list[dict[str, Any]]:
+    """For one configuration after the other: what the loop does with rows between rollout and sync, `count` times.
+
+    Log-probs of actor and reference, advantages, update; as `update`, with the metrics of the last time.
+    """
+    results = []
+    for config in configs:
+        rank = start(config)
+        before = log_probs_of(rank, rows)
+        for _ in range(count):
+            scored = rows.with_columns(
+                old_log_probs=shared_log_probs(rank, rows, "actor"),
+                ref_log_probs=shared_log_probs(rank, rows, "reference"),
+            )
+            metrics = rank.update(replica_part(rank, credit(scored, config.algo)))
+        results.append(
+            {
+                "before": before,
+                "metrics": metrics,
+                "weights": weights_of(rank),
+                "speaks": rank.topology.speaks,
+                "replica": rank.topology.dp_rank,
+            }
+        )
+    return results
+
+
+def shared_log_probs(rank: Any, rows: StepBatch, model: str) -> Jagged:
+    """Log-probs of all rows on every rank, as the driver has them; among the speaking ranks, replicas are in order."""
+    answer = rank.log_probs(replica_part(rank, rows), model)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, answer)
+    return Jagged.concat([part["log_probs"] for part in parts if part is not None])
 
 
 def supervised(start: Start, config: Config, rows: StepBatch, steps: int = 3) -> dict[str, Any]:

@@ -48,6 +48,46 @@ def adamw(model: torch.nn.Module, config: Config, lr: float) -> torch.optim.Opti
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8)
 
 
+def advantages_of(rows: StepBatch, config: Config) -> Tensor:
+    """[tokens]: gigpo with its defaults, row by row."""
+    algo, real = config.algo, [row for row in range(len(rows)) if not rows["is_padding"][row]]
+    uid, traj, page = (list(rows[name]) for name in ("uid", "traj_uid", "anchor_obs"))
+    fine = {row: 0.0 if rows["is_action_valid"][row] else algo.invalid_action_penalty for row in real}
+    score = {row: float(rows["episode_rewards"][row]) - fine[row] for row in real}
+    returns: dict[int, float] = {}
+    for row in reversed(real):
+        later = [other for other in real if other > row and traj[other] == traj[row]]
+        discounted = sum(float(rows["rewards"][other]) * algo.gamma ** (n + 1) for n, other in enumerate(later))
+        returns[row] = float(rows["rewards"][row]) + discounted
+    returns = {row: value - fine[row] for row, value in returns.items()}
+    result = rows["response_mask"].rows()
+    for row in range(len(rows)):
+        total = 0.0
+        if row in real:
+            task = [score[other] for other in real if uid[other] == uid[row]]
+            step = [returns[other] for other in real if (uid[other], page[other]) == (uid[row], page[row])]
+            total = score[row] - sum(task) / len(task) + algo.step_weight * (returns[row] - sum(step) / len(step))
+        result[row] = result[row] * total
+    return torch.cat(result)
+
+
+def iterate(model: torch.nn.Module, reference: torch.nn.Module, config: Config, rows: StepBatch, count: int) -> Any:
+    """What the loop does with rows between rollout and sync, `count` times; the metrics of the last time."""
+    optimizer = adamw(model, config, config.trainer.lr)
+    responses = rows["responses"]
+    for _ in range(count):
+        with torch.no_grad():
+            old = log_probs_of(model, rows, config.rollout.temperature)[0]
+            ref = log_probs_of(reference, rows, config.rollout.temperature)[0]
+        scored = rows.with_columns(
+            old_log_probs=responses.like(old),
+            ref_log_probs=responses.like(ref),
+            advantages=responses.like(advantages_of(rows, config)),
+        )
+        steps = [update(model, optimizer, config, scored) for _ in range(config.trainer.epochs)]
+    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+
+
 def update(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config, rows: StepBatch
 ) -> dict[str, float]:

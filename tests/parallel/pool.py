@@ -1,4 +1,4 @@
-"""Four rank processes that live as long as the test session.
+"""Eight rank processes that live as long as the test session.
 
 Importing torch and Megatron takes seconds of CPU time, so one server process imports them and forks the workers. A test
 names a job, a function `job(start, **arguments)` of some module; it runs on as many workers as the topology needs, and
@@ -22,7 +22,7 @@ from typing import Any
 
 from megagent.config import Config
 
-WORKERS = 4
+WORKERS = 8
 
 
 class JobFailed(Exception):

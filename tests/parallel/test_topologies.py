@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,16 @@ from tests.parallel.pool import RankPool
 
 pytestmark = pytest.mark.slow
 
+# All there are of two ways each; virtual stages need stages, and sequence parallelism tensor parallelism.
+DENSE: list[Layout] = [
+    {"tp": tp, "sequence_parallel": sequence, "pp": pp, "vpp": vpp, "dp": dp, "distributed_optimizer": distributed}
+    for tp, sequence in ((1, False), (2, False), (2, True))
+    for pp, vpp in ((1, 1), (2, 1), (2, 2))
+    for dp, distributed in itertools.product((1, 2), (False, True))
+]
 # Model -> number of ranks -> layouts.
 LAYOUTS: dict[str, dict[int, list[Layout]]] = {
-    "dense": {
-        1: [{}, {"distributed_optimizer": False}],
-        2: [
-            {"tp": 2},
-            {"tp": 2, "sequence_parallel": True},
-            {"pp": 2},
-            {"pp": 2, "vpp": 2, "distributed_optimizer": False},
-            {"dp": 2},
-            {"dp": 2, "distributed_optimizer": False},
-        ],
-        4: [
-            {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True},
-            {"tp": 2, "dp": 2, "sequence_parallel": True, "distributed_optimizer": False},
-            {"pp": 2, "vpp": 2, "dp": 2},
-            {"pp": 4},
-        ],
-    },
+    "dense": {world: [layout for layout in DENSE if jobs.ranks_of(layout) == world] for world in (1, 2, 4, 8)},
     "mixture": {
         1: [{}],
         2: [
@@ -49,8 +41,8 @@ LAYOUTS: dict[str, dict[int, list[Layout]]] = {
     },
 }
 CASES = [(model, world) for model, layouts in LAYOUTS.items() for world in layouts]
-# Two, for gradients that are left over show in the second only.
-UPDATES = 2
+# Two, for gradients that are left over show in the second only, and the reference is then another policy.
+ITERATIONS = 2
 # Adam divides each gradient by its own size: where it is next to nothing, its rounding moves a weight by up to lr.
 LR = 1e-3
 
@@ -67,9 +59,16 @@ def trained(
     """The model, and what every rank of each layout has to say."""
     model, world = request.param
     layouts = LAYOUTS[model][world]
-    configs = [jobs.with_large_terms(jobs.laid_out(model_of[model], layout, lr=LR)) for layout in layouts]
+    # In the second epoch the policy is no longer the one whose log-probs are the old ones.
+    configs = [jobs.with_large_terms(jobs.laid_out(model_of[model], layout, lr=LR, epochs=2)) for layout in layouts]
     results = ranks.run(
-        jobs.updates, world, configs=configs, rows=jobs.make_rows(), updates=UPDATES, starts=len(layouts)
+        jobs.iterations,
+        world,
+        configs=configs,
+        rows=jobs.make_episodes(),
+        count=ITERATIONS,
+        starts=len(layouts),
+        seconds=900.0,
     )
     return model, [(layout, [result[number] for result in results]) for number, layout in enumerate(layouts)]
 
@@ -81,13 +80,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory, model_of: dict[str, Path]
 
 
 def _plainly(folder: Path, out: Path) -> dict[str, Any]:
-    model, rows = plain.load(folder), jobs.make_rows()
-    config = jobs.with_large_terms(jobs.make_config(folder, lr=LR))
+    model, rows = plain.load(folder), jobs.make_episodes()
+    config = jobs.with_large_terms(jobs.make_config(folder, lr=LR, epochs=2))
     with torch.no_grad():
         before = plain.log_probs_of(model, rows, config.rollout.temperature)
-    optimizer = plain.adamw(model, config, LR)
-    for _ in range(UPDATES):
-        metrics = plain.update(model, optimizer, config, rows)
+    metrics = plain.iterate(model, plain.load(folder), config, rows, ITERATIONS)
     return {"before": before, "metrics": metrics, "weights": plain.weights_of(model, out)}
 
 

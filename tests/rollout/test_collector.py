@@ -7,7 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from megagent.config import Config
+from megagent.algos.credit import credit
+from megagent.config import AlgoConfig, Config
 from megagent.envs.base import Observation, StepResult, Task
 from megagent.envs.webshop.config import WebShopConfig
 from megagent.errors import EpisodeLost, InfrastructureError
@@ -149,6 +150,50 @@ def test_an_episode_lost_too_often_ends_the_rollout_with_one_sentence() -> None:
     play, _ = collector(GOOD, Counters(losses=3))
     with pytest.raises(InfrastructureError, match=r"task t1: .* lost 3 times and env.retries=2; .* worker 0 died"):
         play.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0)
+
+
+# Four sampled episodes in slots 0 to 3 and a greedy one of each task in slots 4 and 5: max_steps=6 lets slot 5 win.
+
+
+def test_a_greedy_episode_of_each_task_is_played_at_temperature_0_beside_the_others() -> None:
+    play, engine = collector(GOOD, Counters(), max_steps=6)
+    done: list[int] = []
+    episodes = play.collect(
+        [TASKS[0], TASKS[0], TASKS[1]],
+        episodes_per_task=2,
+        temperature=0.7,
+        seed=0,
+        progress=done.append,
+        with_greedy=True,
+    )
+    assert len(episodes) == sum(done) == 6
+    assert [episode.greedy.traj_uid for episode in episodes if episode.greedy] == ["t0/0/greedy"] * 4 + [
+        "t1/0/greedy"
+    ] * 2
+    assert sorted({sampling.temperature for sampling in engine.samplings}) == [0.0, 0.7]
+    assert sum(sampling.temperature == 0 for sampling in engine.samplings) == 12  # two episodes, cut at six steps
+
+
+def test_the_reward_of_the_greedy_episode_is_the_baseline_of_its_tasks_rows_and_of_no_metric() -> None:
+    play, _ = collector(GOOD, Counters(), max_steps=6)
+    episodes = play.collect(TASKS, episodes_per_task=2, temperature=1.0, seed=0, with_greedy=True)
+    rows = step_rows(episodes)
+    # Slot 5, the greedy episode of the second task, wins; its six rows are not among the 1 + 2 + 3 + 4.
+    assert rows["baseline_rewards"].tolist() == [0.0] * 3 + [10.0] * 7
+    figures = rollout_metrics(episodes, rows)
+    assert figures["rollout/greedy_success"] == 0.5
+    assert (figures["episode/success_rate"], figures["episode/length/max"]) == (0.5, 4)
+    algo = AlgoConfig(estimator="remax")
+    advantages = credit(rows, algo)["advantages"].take([0, 1, 3, 6])
+    # Lost against a lost one, won against a lost one; lost against a won one, won against a won one.
+    assert advantages.values[advantages.offsets[:-1]].tolist() == [0.0, 10.0, -10.0, 0.0]
+
+
+def test_without_greedy_episodes_there_is_no_baseline() -> None:
+    play, _ = collector(GOOD, Counters())
+    episodes = play.collect(TASKS, episodes_per_task=1, temperature=1.0, seed=0)
+    assert "baseline_rewards" not in step_rows(episodes)
+    assert "rollout/greedy_success" not in rollout_metrics(episodes, step_rows(episodes))
 
 
 def test_progress_counts_every_episode_once() -> None:
