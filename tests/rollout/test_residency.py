@@ -163,7 +163,7 @@ class Orders(RuleBasedStateMachine):
             return
         assert self.open is None, "two at once"
         assert not self.failed
-        assert not takes_version or version > self.last
+        assert not takes_version or before[1] is None or version > self.last
         assert verb != "sync" or before[0] in (Phase.WEIGHTS_AWAKE, Phase.DRAINED)
         if verb in ("sleep", "sync"):
             self.whole = None
