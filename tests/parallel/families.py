@@ -60,9 +60,13 @@ def draw_config(family: str, seed: int) -> Any:
 
 def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     """A model whose biases and norms are not the trivial ones. Returns the folder."""
+    save_model(draw_config(family, seed), folder, seed)
+    return folder
+
+
+def save_model(config: Any, folder: Path, seed: int = 0) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = draw_config(family, seed)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -70,7 +74,6 @@ def write_model(folder: Path, family: str, seed: int = 0) -> Path:
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    return folder
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -32,7 +32,8 @@ class JobFailed(Exception):
 class RankPool:
     """run() gives each worker's result. After a failure the workers are killed; the next run starts new ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = WORKERS) -> None:
+        self._count = workers
         self._server: Any = None
         self._workers: list[Connection] = []
         self._pids: list[int] = []
@@ -80,7 +81,7 @@ class RankPool:
         if self._server is not None:
             return
         context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(WORKERS)]
+        pairs = [context.Pipe() for _ in range(self._count)]
         self._server = context.Process(target=_serve, args=([child for _, child in pairs],), name="rank-server")
         self._server.start()
         for _, child in pairs:
