@@ -74,13 +74,13 @@ def describe(model: nn.Module) -> dict[str, LiveTensor]:
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     found: dict[str, LiveTensor] = {}
     owners: dict[int, str] = {}  # of a parameter -> the name that it was found under first
-    known: set[str] = set()
+    known: set[int] = set()  # parameters of layers of known kinds
     refused: list[str] = []
     for name, layer in model.named_modules():
         kind = _KINDS.get(type(layer))
         if kind is None:
             continue
-        known.update(f"{name}.{attribute}" for attribute in layer._parameters)
+        known.update(id(parameter) for parameter in layer.parameters(recurse=False))
         try:
             for attribute, tensor in kind(name, layer, packed):
                 parameter = getattr(layer, attribute)
@@ -97,8 +97,8 @@ def describe(model: nn.Module) -> dict[str, LiveTensor]:
             refused.append(f"{name} ({type(layer).__name__}): {reason}")
     refused += [
         f"{name}: {type(model.get_submodule(name.rpartition('.')[0])).__name__} layers are not known here"
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if name not in known
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in known
     ]
     if refused:
         raise MegagentError(
