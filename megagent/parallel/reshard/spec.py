@@ -15,6 +15,7 @@ from megagent.parallel.reshard.rounds import Rounds, cut_rounds
 from megagent.parallel.reshard.vllm import Workers
 
 BUFFER_BYTES = 64 << 20
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class SyncSpec:
     """The terms of a weight sync, as JSON says them too.
 
     degrees: of the Megatron ranks; workers: of the engines; dtypes as safetensors writes them; sources, targets: the
-    device of each Megatron rank and each worker; buffer_bytes: the most that one rank sends another at once.
+    device of each Megatron rank and each worker; buffer_bytes: the most that one rank sends another at once;
+    timeout_s: the longest that one side waits for the other at any point.
     """
 
     degrees: Degrees
@@ -40,6 +42,7 @@ class SyncSpec:
     sources: tuple[Device, ...]
     targets: tuple[Device, ...]
     buffer_bytes: int = BUFFER_BYTES
+    timeout_s: float = TIMEOUT_S
 
     def distance(self, source_rank: int, target_rank: int) -> int:
         """0: on one device, 1: on one node, 2: on different nodes."""

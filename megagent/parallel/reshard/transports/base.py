@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megagent.parallel.reshard.plan import Copy
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Destination = Callable[[Copy], Tensor]  # where a copy's elements go: a view of the target's tensor, of its shape
 
