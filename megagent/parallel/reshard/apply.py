@@ -19,26 +19,28 @@ from torch import Tensor, nn
 from megagent.parallel.reshard.boxes import LocalTensor
 from megagent.parallel.reshard.plan import Copy
 from megagent.parallel.reshard.rounds import Rounds
-from megagent.parallel.reshard.transports.base import ReceiverEnd
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+from megagent.parallel.reshard.transports.base import DTYPES, ReceiverEnd
 
 
-class Live(Protocol):
-    """A parameter of the model, see live.LiveTensor."""
+@dataclass(frozen=True)
+class LiveTensor:
+    """One parameter of a worker's model, in the shape that vLLM loads it in.
+
+    layer, attribute: where it is; users: the layers that compute with it and may keep a packed form of it, two of them
+    where the output layer is the embedding; kept: whether the parameter itself stays as it was loaded, also where the
+    layer packs it (on CPU a linear layer drops it, an embedding does not).
+    """
+
+    tensor: LocalTensor
+    layer: nn.Module
+    attribute: str
+    users: tuple[nn.Module, ...]
+    kept: bool
 
     @property
-    def tensor(self) -> LocalTensor: ...
-    @property
-    def layer(self) -> nn.Module: ...
-    @property
-    def attribute(self) -> str: ...
-    @property
-    def users(self) -> tuple[nn.Module, ...]: ...
-    @property
-    def kept(self) -> bool: ...
-    @property
-    def parameter(self) -> Tensor: ...
+    def parameter(self) -> Tensor:
+        """What the layer has under the name now: of another shape where it has been packed."""
+        return getattr(self.layer, self.attribute)
 
 
 class Target(Protocol):
@@ -60,7 +62,7 @@ class Target(Protocol):
 class InPlace:
     """The live parameters themselves."""
 
-    def __init__(self, live: Mapping[str, Live]) -> None:
+    def __init__(self, live: Mapping[str, LiveTensor]) -> None:
         self._live = live
 
     def open(self, name: str) -> Tensor:
@@ -78,7 +80,7 @@ class InPlace:
 class Repacked:
     """Fresh tensors, taken over layer by layer. One layer's are held at a time where one follows the other."""
 
-    def __init__(self, live: Mapping[str, Live]) -> None:
+    def __init__(self, live: Mapping[str, LiveTensor]) -> None:
         self._live = live
         self._fresh: dict[str, Tensor] = {}
         self._names: dict[int, set[str]] = {}  # of a layer: the tensors that it computes with

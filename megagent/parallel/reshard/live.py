@@ -7,7 +7,7 @@ anywhere. What is of another kind, or quantized, is refused by name. As of vLLM 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,34 +32,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from megagent.errors import MegagentError
-from megagent.parallel.reshard.apply import DTYPES
+from megagent.parallel.reshard.apply import LiveTensor
 from megagent.parallel.reshard.boxes import Box, LocalTensor, Region, Shape, whole
+from megagent.parallel.reshard.transports.base import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}  # of dtypes, as safetensors writes them
 # Kernels that compute with the experts as the checkpoint orders them (CPU: packed anew from that order).
 _PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
 _SHOWN = 20  # faults that an error lists
-
-
-@dataclass(frozen=True)
-class LiveTensor:
-    """One parameter of a worker's model, in the shape that vLLM loads it in.
-
-    layer, attribute: where it is; users: the layers that compute with it and may keep a packed form of it, two of them
-    where the output layer is the embedding; kept: whether the parameter itself stays as it was loaded, also where the
-    layer packs it (on CPU a linear layer drops it, an embedding does not).
-    """
-
-    tensor: LocalTensor
-    layer: nn.Module
-    attribute: str
-    users: tuple[nn.Module, ...]
-    kept: bool
-
-    @property
-    def parameter(self) -> torch.Tensor:
-        """What the layer has under the name now: of another shape where it has been packed."""
-        return getattr(self.layer, self.attribute)
 
 
 class _Refused(Exception):

@@ -27,7 +27,9 @@ from megagent.errors import MegagentError
 from megagent.parallel.models import Architecture, architecture_of
 from megagent.parallel.reshard import live
 from megagent.parallel.reshard.apply import Incoming, InPlace, Repacked, Report, Target
+from megagent.parallel.reshard.checksum import copy_checksum
 from megagent.parallel.reshard.spec import SyncSpec, make_sync_plan
+from megagent.parallel.reshard.transports import receiver_end
 from megagent.parallel.reshard.transports.base import ReceiverEnd
 
 
@@ -70,8 +72,6 @@ class ShardReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Raises MegagentError for terms that are not this engine's, a plan that is not the trainer's, and a model that
         is not what was planned; TypeError or KeyError for terms that are none."""
-        from megagent.parallel.reshard.transports import receiver_end
-
         spec = SyncSpec.from_json(init_info.spec)
         rank = self._rank(spec, init_info.engine)
         plan = make_sync_plan(spec, self._architecture())
@@ -105,8 +105,6 @@ class ShardReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"weights of version {version} are not newer than the engine's version {self.version}; "
                 "count versions upwards, one for each sync."
             )
-        from megagent.parallel.reshard.checksum import copy_checksum
-
         start = time.perf_counter()
         self._end.open({int(rank): offer for rank, offer in update_info.offers.items()}, version)
         opening = time.perf_counter() - start
