@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -21,6 +24,7 @@ from megagent.parallel.reshard.spec import SyncPlan
 from tests.parallel.pool import JobFailed, RankPool
 
 SECONDS = 300.0  # the deadline of every single wait: generous, the machine may be busy
+Call = str | Callable[..., Any]
 UNBOUNDED = 1e6  # of the job as a whole; its calls have deadlines
 
 # --- Megatron ---------------------------------------------------------------------------------------------------------
@@ -29,29 +33,30 @@ UNBOUNDED = 1e6  # of the job as a whole; its calls have deadlines
 class Trainers:
     """The ranks of a configuration, alive between calls. A call is made on all of them at once.
 
-    Calls are methods of megagent.parallel.rank.Rank, or functions of this module that take a Rank (`scale`).
+    A call is the name of a method of megagent.parallel.rank.Rank, or a function of some module that takes a Rank.
     """
 
-    def __init__(self, pool: RankPool, config: Config) -> None:
+    def __init__(self, pool: RankPool, config: Config, trains: bool = True) -> None:
+        """trains: False leaves out the optimizer and the reference, for a model whose training would not fit here."""
         parallel = config.parallel
         self.world = parallel.tp * parallel.pp * parallel.dp
         pairs = [multiprocessing.Pipe() for _ in range(self.world)]
         self._connections: list[Connection] = [mine for mine, _ in pairs]
         self._failure: JobFailed | None = None
-        arguments = {"config": config, "ends": [theirs for _, theirs in pairs]}
+        arguments = {"config": config, "trains": trains, "ends": [theirs for _, theirs in pairs]}
         self._thread = threading.Thread(target=self._run, args=(pool, arguments), daemon=True)
         self._thread.start()
         self.answers()  # that all have been set up
 
-    def call(self, name: str, *arguments: Any) -> list[Any]:
+    def call(self, what: Call, *arguments: Any) -> list[Any]:
         """What each rank answers, by rank. Raises JobFailed if one raises or dies."""
-        self.ask(name, *arguments)
+        self.ask(what, *arguments)
         return self.answers()
 
-    def ask(self, name: str, *arguments: Any) -> None:
+    def ask(self, what: Call | None, *arguments: Any) -> None:
         """Begin a call, for `answers` to wait for."""
         for connection in self._connections:
-            connection.send((name, arguments))
+            connection.send((what, arguments))
 
     def answers(self) -> list[Any]:
         found: dict[int, Any] = {}
@@ -68,7 +73,7 @@ class Trainers:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self.ask("")
+            self.ask(None)
             self._thread.join(SECONDS)
         for connection in self._connections:
             connection.close()
@@ -80,19 +85,25 @@ class Trainers:
             self._failure = error
 
 
-def serve(start: Any, config: Config, ends: list[Connection]) -> None:
-    """A job: answer calls until there is one without a name."""
-    rank = start(config)
+def serve(start: Any, config: Config, trains: bool, ends: list[Connection]) -> None:
+    """A job: answer calls until there is none."""
+    from megagent.parallel import optimizer, policy
+
+    with contextlib.ExitStack() as stack:
+        if not trains:
+            stack.enter_context(mock.patch.object(optimizer, "build"))
+            stack.enter_context(mock.patch.object(policy, "Policy", lambda *given: SimpleNamespace(stage=given[2])))
+        rank = start(config)
     for number, end in enumerate(ends):
         if number != rank.rank:
             end.close()
     mine = ends[rank.rank]
     mine.send(None)
     while True:
-        name, arguments = mine.recv()
-        if not name:
+        what, arguments = mine.recv()
+        if what is None:
             return
-        mine.send(globals()[name](rank, *arguments) if name in globals() else getattr(rank, name)(*arguments))
+        mine.send(getattr(rank, what)(*arguments) if isinstance(what, str) else what(rank, *arguments))
 
 
 def scale(rank: Any, factor: float) -> None:
@@ -118,10 +129,11 @@ class Recorder(WorkerCalls):
     vllm_config: Any
     device: Any
 
-    def record(self) -> None:
-        """Look on from now on."""
+    def record(self, digests: bool) -> None:
+        """Look on from now on; digests: take them too, which takes time."""
+        self.takes_digests = digests
         self.digests: dict[str, str] = {}
-        self.packing_s = self.digesting_s = 0.0
+        self.packing_s = 0.0
         for name, module in self.model_runner.model.named_modules():
             method = getattr(module, "quant_method", None)
             if method is not None and "process_weights_after_loading" not in vars(method):
@@ -132,12 +144,12 @@ class Recorder(WorkerCalls):
 
         def packed(layer: Any) -> None:
             start = time.perf_counter()
-            for part, parameter in layer.named_parameters(recurse=False):
-                self.digests[f"{name}.{part}"] = digest(parameter)
-            digested = time.perf_counter()
+            if self.takes_digests:
+                self.digests |= {
+                    f"{name}.{part}": digest(parameter) for part, parameter in layer.named_parameters(recurse=False)
+                }
             pack(layer)
-            self.packing_s += time.perf_counter() - digested
-            self.digesting_s += digested - start
+            self.packing_s += time.perf_counter() - start
 
         method.process_weights_after_loading = packed
 
@@ -152,17 +164,22 @@ class Recorder(WorkerCalls):
         self.digests = {}
         return found
 
-    def load_golden(self, path: str, version: int) -> None:
-        """The weights of a file with whole tensors, by the way that vLLM loads a checkpoint."""
+    def load_golden(self, path: str, version: int) -> tuple[float, float]:
+        """The weights of a file with whole tensors, by the way that vLLM loads a checkpoint.
+
+        Returns the seconds until they stood in the layers, and those of packing them.
+        """
         from vllm.config import set_current_vllm_config
 
         from megagent.parallel.reshard.file_receiver import FileReceiver
 
         with set_current_vllm_config(self.vllm_config):
             golden = FileReceiver(None, self.vllm_config, self.device, self.model_runner.model)
+            self.packing_s, start = 0.0, time.perf_counter()
             golden.start_weight_update()
             golden.update_weights({"path": path, "version": version})
             golden.finish_weight_update()
+        return time.perf_counter() - start - self.packing_s, self.packing_s
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -172,7 +189,14 @@ def digest(tensor: torch.Tensor) -> str:
 class Engine:
     """A vLLM `LLM` as anybody would make it, with this package's backend and the recorder."""
 
-    def __init__(self, folder: Path, tp: int = 1, dtype: str = "float32", **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tp: int = 1,
+        dtype: str = "float32",
+        recorder: type[Recorder] = Recorder,
+        digests: bool = True,
+    ) -> None:
         for name, value in {
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
@@ -201,10 +225,9 @@ class Engine:
             distributed_executor_backend="mp",
             disable_log_stats=True,
             weight_transfer_config={"backend": os.environ.get("C4", "megagent_file")},
-            worker_extension_cls=f"{__name__}.{Recorder.__name__}",
-            **options,
+            worker_extension_cls=f"{recorder.__module__}.{recorder.__qualname__}",
         )
-        self.call("record")
+        self.call("record", digests)
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
         """What each worker answers."""

@@ -1,4 +1,4 @@
-"""The sweep of weight syncs: which models, from which Megatron layouts, to which engines, and what must hold after each.
+"""The sweep of weight syncs: which models, from which Megatron layouts, to which engines, and what must hold then.
 
 tests/parallel/reshard/test_sweep.py runs a few of them, `python -m benchmarks.sync_sweep` all.
 """
@@ -20,15 +20,16 @@ from megagent.parallel.degrees import degrees_of
 from megagent.parallel.models import Architecture, architecture_of
 from megagent.parallel.reshard import vllm
 from megagent.parallel.reshard.plan import BYTES
-from megagent.parallel.reshard.spec import Device, SyncPlan, SyncSpec, make_sync_plan
+from megagent.parallel.reshard.spec import BUFFER_BYTES, Device, SyncPlan, SyncSpec, make_sync_plan
 from megagent.parallel.reshard.vllm import Workers
 from tests.parallel import families, jobs
 from tests.parallel.jobs import Layout
-from tests.parallel.reshard.ends import Engine, Link, Trainers, digest
+from tests.parallel.reshard.ends import Engine, Link, Trainers, digest, scale
 
 TRANSPORTS = ("shared_memory", "gloo")
 ENGINES = (1, 2)  # tensor-parallel ranks
 TOKENS = 6
+SMALL_BUFFER = 20_000  # bytes: less than the larger tensors, so that some are cut
 AGREEMENT = 1e-4  # of log-probs in fp32
 
 # Heads of 32 are the narrowest that vLLM's attention on CPUs knows; four layers are one for each chunk of pp=2 vpp=2.
@@ -100,19 +101,14 @@ def layouts(mixes: bool) -> Iterator[Layout]:
     yield {"tp": 2, "dp": 2} | ({"sequence_parallel": True, "ep": 2} if mixes else {})
 
 
-def plan_of(config: Config, architecture: Architecture, tp: int) -> SyncPlan:
+def plan_of(
+    config: Config, architecture: Architecture, tp: int, dtype: str = "F32", buffer_bytes: int = BUFFER_BYTES
+) -> SyncPlan:
+    """From a configuration's Megatron ranks to one engine, all on one node."""
     degrees = degrees_of(config.parallel)
     here = Device("here")
-    spec = SyncSpec(
-        degrees=degrees,
-        workers=Workers(tp=tp),
-        source_dtype="F32",
-        target_dtype="F32",
-        sources=(here,) * degrees.world,
-        targets=(here,) * tp,
-        buffer_bytes=20_000,  # less than the larger tensors, so that some are cut
-    )
-    return make_sync_plan(spec, architecture)
+    sources, targets = (here,) * degrees.world, (here,) * tp
+    return make_sync_plan(SyncSpec(degrees, Workers(tp=tp), dtype, dtype, sources, targets, buffer_bytes), architecture)
 
 
 def bytes_held(made: SyncPlan, worker: int) -> int:
@@ -166,7 +162,7 @@ class Sweep:
         trainers = Trainers(pool, config)
         try:
             for engine in self.engines:
-                made = plan_of(config, self.architecture, engine.tp)
+                made = plan_of(config, self.architecture, engine.tp, buffer_bytes=SMALL_BUFFER)
                 for transport in transports:
                     self.version += 1
                     self._sync(trainers, engine, made, transport)
@@ -180,7 +176,7 @@ class Sweep:
     def _sync(self, trainers: Trainers, engine: Engine, made: SyncPlan, transport: str) -> None:
         case = f"{self.name} {made.plan.source.name} -> vLLM tp={engine.tp} by {transport}"
         # Other weights each time: a sync that moves nothing would be seen.
-        trainers.call("scale", 1.05 if self.version % 2 else 1 / 1.03)
+        trainers.call(scale, 1.05 if self.version % 2 else 1 / 1.03)
         exported = self.out / f"export-{self.version}"
         trainers.call("export_hf", str(exported))
         file = exported / "model.safetensors"
@@ -189,7 +185,7 @@ class Sweep:
         link = Link(trainers, engine, made, transport)
         assert set(link.digests) == {made.digest}, case
         reports = link.sync(self.version)
-        for worker, (held, report) in enumerate(zip(expected, reports, strict=True)):
+        for worker, report in enumerate(reports):
             assert report["version"] == self.version, case
             assert report["bytes"] == bytes_held(made, worker), case
         received = engine.call("shards")
