@@ -102,6 +102,15 @@ class Residency:
         if self._coming is None and (self.phase is Phase.ASLEEP or self._doing is not None):
             raise MegagentError("the rollout engine sleeps and has no weights; sync new ones before any request.")
 
+    def require_newer(self, version: int) -> None:
+        """Raises unless weights of this version are newer than those that the engine has."""
+        self.require_usable()
+        if self.version is not None and version <= self.version:
+            raise MegagentError(
+                f"weights of version {version} are not newer than the engine's version {self.version}; "
+                "count versions upwards, one for each sync."
+            )
+
     @contextmanager
     def _step(self, step: _Step, version: int | None = None) -> Iterator[None]:
         self._check(step, version)
@@ -138,8 +147,4 @@ class Residency:
             return
         if self._coming is not None and version != self._coming:
             raise MegagentError(f"weights of version {version} came where version {self._coming} was announced.")
-        if self.version is not None and version <= self.version:
-            raise MegagentError(
-                f"weights of version {version} are not newer than the engine's version {self.version}; "
-                "count versions upwards, one for each sync."
-            )
+        self.require_newer(version)
