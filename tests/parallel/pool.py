@@ -48,7 +48,7 @@ class RankPool:
         traceback, who died, or who was late.
         """
         self._ensure_started()
-        ports = _free_ports(starts)
+        ports = free_ports(starts)
         for rank in range(world):
             self._workers[rank].send((job.__module__, job.__name__, rank, world, ports, arguments))
         try:
@@ -166,7 +166,7 @@ def _run(job: Callable[..., Any], rank: int, world: int, ports: list[int], argum
             each.close()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on, below those that the system gives to connections (which Gloo makes by the dozen):
     a job may come to use the last of its ports long after they were found free."""
     probes: list[socket.socket] = []

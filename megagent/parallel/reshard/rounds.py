@@ -15,11 +15,12 @@ Rounds = tuple[tuple[Copy, ...], ...]
 
 
 def cut_rounds(plan: Plan, buffer_bytes: int) -> Rounds:
-    """Every copy of the plan once, tensor by tensor over all targets at a time: a layer's parameters follow each other.
+    """Every copy of the plan once. Into each target they go tensor after tensor, a layer's following each other.
 
     In one round no rank sends another more than buffer_bytes, in the wider of the two dtypes; a larger copy is cut
-    along its first axis, and along the next one where a single row is too large. All ranks walk through the rounds in
-    this order, so none waits for one that waits for it. Raises MegagentError if a buffer cannot hold one element.
+    along its first axis, and along the next one where a single row is too large. Targets fill their rounds side by
+    side, each as many as it needs. All ranks walk through the rounds in this order, so none waits for one that waits
+    for it. Raises MegagentError if a buffer cannot hold one element.
     """
     widths = _widths(plan.source), _widths(plan.target)
     largest = max((max(each.values(), default=1) for each in widths), default=1)
@@ -28,41 +29,28 @@ def cut_rounds(plan: Plan, buffer_bytes: int) -> Rounds:
             f"buffer_bytes={buffer_bytes}: a buffer of a weight sync holds at least one element of {largest} bytes; "
             "use some megabytes"
         )
-    rounds: list[tuple[Copy, ...]] = []
-    current: list[Copy] = []
-    filled: dict[tuple[int, int], int] = defaultdict(int)  # (source rank, target rank) -> bytes in this round
-    for copy in _by_tensor(plan):
-        width = max(widths[0][copy.source_rank, copy.source], widths[1][copy.target_rank, copy.target])
-        pair = copy.source_rank, copy.target_rank
+    rounds: list[list[Copy]] = []
+    number: dict[int, int] = defaultdict(int)  # of the round that a target is filling
+    # Bytes in it: target rank -> source rank -> bytes.
+    filled: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for copy in plan.copies:
+        source_rank, target_rank = copy.source_rank, copy.target_rank
+        width = max(widths[0][source_rank, copy.source], widths[1][target_rank, copy.target])
+        sent = filled[target_rank]
         for piece, size in _pieces(copy, width, buffer_bytes):
-            if filled[pair] + size > buffer_bytes:
-                rounds.append(tuple(current))
-                current = []
-                filled.clear()
-            current.append(piece)
-            filled[pair] += size
-    if current:
-        rounds.append(tuple(current))
-    return tuple(rounds)
+            if sent[source_rank] + size > buffer_bytes:
+                number[target_rank] += 1
+                sent.clear()
+            if number[target_rank] == len(rounds):
+                rounds.append([])
+            rounds[number[target_rank]].append(piece)
+            sent[source_rank] += size
+    return tuple(map(tuple, rounds))
 
 
 def _widths(layout: Layout) -> dict[tuple[int, str], int]:
     """Bytes of an element, by rank and name."""
     return {(rank, tensor.name): BYTES[tensor.dtype] for rank, tensors in layout.tensors.items() for tensor in tensors}
-
-
-def _by_tensor(plan: Plan) -> Iterator[Copy]:
-    """All copies into the first tensor of every target, then all into the second: targets proceed side by side."""
-    numbers = {
-        (rank, tensor.name): number
-        for rank, tensors in plan.target.tensors.items()
-        for number, tensor in enumerate(tensors)
-    }
-    into: dict[int, list[Copy]] = defaultdict(list)
-    for copy in plan.copies:
-        into[numbers[copy.target_rank, copy.target]].append(copy)
-    for number in sorted(into):
-        yield from into[number]
 
 
 def _pieces(copy: Copy, width: int, most: int) -> Iterator[tuple[Copy, int]]:
