@@ -36,7 +36,8 @@ class ParallelConfig:
 @dataclass
 class RolloutConfig:
     tp: int = 1  # vLLM tensor-parallel ranks of one engine
-    engines: int = 1  # engines that share the prompts; on CUDA they share the GPUs of the ranks
+    engines: int = 1  # engines that share the prompts
+    placement: str = "colocated"  # engines take turns with the ranks on their GPUs; disaggregated: GPUs of their own
     n: int = 1  # samples of the engine for one prompt; groups are sampled by env.rollout.n, so it stays 1
     temperature: float = 1.0
     max_prompt_tokens: int = 4096
@@ -45,7 +46,11 @@ class RolloutConfig:
     memory_fraction: float = 0.5  # CUDA: share of the device memory for weights and KV cache
     kv_cache_gib: int = 1  # CPU: size of the KV cache
     enforce_eager: bool = False
-    sync_dir: str = "/dev/shm"  # where weights pass from trainer to engine; a shared folder if they are on other nodes
+    sync: str = "auto"  # how weights come: auto | shared_memory | cuda_ipc | gloo | nccl | gather; docs/weight_sync.md
+    sync_checksums: bool = False  # compare a checksum of every tensor after each sync
+    sync_dir: str = "/dev/shm"  # sync=gather: where the file of whole weights lies; a folder that all nodes share
+    agreement_max: float = 0.0  # mean |log-prob of engine - of trainer| that raises the alarm; 0: by dtype
+    on_disagreement: str = "warn"  # warn | stop
 
 
 @dataclass

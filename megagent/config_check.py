@@ -105,6 +105,7 @@ RANGES: Mapping[str, Range] = {
     "rollout.max_sequences": AT_LEAST_ONE,
     "rollout.memory_fraction": Range(0, 1, above_low=True),
     "rollout.kv_cache_gib": AT_LEAST_ONE,
+    "rollout.agreement_max": NOT_NEGATIVE,
     "algo.gamma": SHARE,
     "algo.step_weight": NOT_NEGATIVE,
     "algo.similarity": SHARE,
@@ -166,6 +167,15 @@ RANGES: Mapping[str, Range] = {
 NOT_EMPTY = ("experiment_name", "model.path", "trainer.run_dir", "sft.output", "rollout.sync_dir")
 
 
+# How weights come to the engines: transport -> (platform it is of, whether it ends at the node)
+SYNCS: Mapping[str, tuple[str, bool]] = {
+    "shared_memory": ("cpu", True),
+    "cuda_ipc": ("cuda", True),
+    "gloo": ("cpu", False),
+    "nccl": ("cuda", False),
+}
+
+
 def _check_ranges(config: Config, faults: Faults) -> None:
     for key, value in values(config):
         allowed = RANGES.get(key)
@@ -189,6 +199,9 @@ def _check_names(config: Config, faults: Faults) -> None:
     found = dict(values(config))
     choices: dict[str, tuple[str, ...]] = {
         "model.dtype": ("fp32", "bf16"),
+        "rollout.placement": ("colocated", "disaggregated"),
+        "rollout.sync": ("auto", *SYNCS, "gather"),
+        "rollout.on_disagreement": ("warn", "stop"),
         "algo.estimator": _estimators(config.algo.estimator),
         **CHOICES,
         "trainer.lr_decay": ("constant", "linear", "cosine"),
@@ -318,7 +331,9 @@ def _check_cluster(config: Config, faults: Faults) -> None:
             f"cluster.nodes={cluster.nodes}: cluster.ray_address=local starts Ray on this machine only; start Ray on "
             "the nodes and give cluster.ray_address=host:port"
         )
-    if cluster.nodes > 1 and faults.sound("cluster.nodes", "rollout.sync_dir") and _in_memory(rollout.sync_dir):
+    _check_sync(config, faults)
+    in_file = rollout.sync == "gather" and faults.sound("rollout.sync", "rollout.sync_dir")
+    if cluster.nodes > 1 and faults.sound("cluster.nodes") and in_file and _in_memory(rollout.sync_dir):
         faults.add(
             f"rollout.sync_dir={rollout.sync_dir}: the memory of one node, and cluster.nodes={cluster.nodes}; give a "
             "folder that all nodes share"
@@ -339,10 +354,39 @@ def _check_cluster(config: Config, faults: Faults) -> None:
             f"rollout.tp={rollout.tp}: an engine stays on one node, which has cluster.gpus_per_node="
             f"{cluster.gpus_per_node}; lower rollout.tp"
         )
-    if rollout.tp * rollout.engines > world:
+    wanted = f"rollout: engines {rollout.engines} x tp {rollout.tp} = {rollout.tp * rollout.engines} GPUs"
+    if rollout.placement == "disaggregated":
+        if world <= gpus < world + rollout.tp * rollout.engines:
+            faults.add(
+                f"{wanted} of their own beside the {world} of the training ranks, and cluster.nodes={cluster.nodes} x "
+                f"cluster.gpus_per_node={cluster.gpus_per_node} are {gpus}; lower rollout.engines, rollout.tp or the "
+                "parallel degrees, or add nodes"
+            )
+    elif rollout.tp * rollout.engines > world:
         faults.add(
-            f"rollout: engines {rollout.engines} x tp {rollout.tp} = {rollout.tp * rollout.engines} GPUs, and engines "
-            f"share those of the {world} training ranks; lower rollout.engines or rollout.tp"
+            f"{wanted}, and engines share those of the {world} training ranks; lower rollout.engines or rollout.tp, or "
+            "give them their own with rollout.placement=disaggregated"
+        )
+
+
+def _check_sync(config: Config, faults: Faults) -> None:
+    """A transport must be of the platform, and reach from node to node if there are several."""
+    sync, cluster = config.rollout.sync, config.cluster
+    if sync not in SYNCS or not faults.sound("rollout.sync", "cluster.platform"):
+        return
+    platform, one_node = SYNCS[sync]
+    if cluster.platform not in ("auto", platform):
+        others = [name for name, (other, _) in SYNCS.items() if other == cluster.platform]
+        faults.add(
+            f"rollout.sync={sync}: is for cluster.platform={platform}, and it is {cluster.platform}; use "
+            f"{_listed(['auto', *others], 'or')}",
+            "rollout.sync",
+        )
+    elif one_node and cluster.nodes > 1 and config.rollout.placement == "disaggregated":
+        faults.add(
+            f"rollout.sync={sync}: reads memory of its own node, and cluster.nodes={cluster.nodes} with "
+            "rollout.placement=disaggregated; use auto",
+            "rollout.sync",
         )
 
 
@@ -393,6 +437,8 @@ def _check_run_dir(config: Config, faults: Faults) -> None:
 
 
 def _check_sync_dir(config: Config, faults: Faults) -> None:
+    if config.rollout.sync != "gather":
+        return
     sync_dir = _expanded("rollout.sync_dir", config.rollout.sync_dir, faults)
     if sync_dir is not None and not (sync_dir.is_dir() and os.access(sync_dir, os.W_OK)):
         faults.add(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 KIND = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+# Settings of other trainers that cut or bend the distribution which tokens are sampled from.
+TRUNCATIONS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def configs_dir() -> Path:
@@ -229,6 +231,11 @@ def _unknown(key: str, value: Any, kinds: Mapping[str, type]) -> str:
     if others:
         return (
             f"{key}: not a key of this environment but of {', '.join(others)}; choose it with env=<file of configs/env>"
+        )
+    if key.rsplit(".", 1)[-1] in TRUNCATIONS:
+        return (
+            f"{key}: unknown key: rollouts are sampled from the whole distribution, which the log-probs and ratios of "
+            "the trainer are of; set rollout.temperature only"
         )
     return f"{key}: unknown key{_did_you_mean(key, list(kinds))}"
 

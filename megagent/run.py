@@ -15,7 +15,7 @@ from megagent.algos.metrics import credit_metrics
 from megagent.algos.schedule import schedule_multiple
 from megagent.algos.values import explained_variance
 from megagent.batch import StepBatch
-from megagent.cluster.bridge import FileBridge
+from megagent.cluster.bridge import Bridge, open_bridge
 from megagent.cluster.engines import EngineGroup
 from megagent.cluster.environments import EnvironmentGroup
 from megagent.cluster.placement import Placement
@@ -23,13 +23,20 @@ from megagent.cluster.ranks import RankGroup
 from megagent.cluster.session import ray_session
 from megagent.config import Config
 from megagent.envs.base import Split, World, build_world
+from megagent.errors import MegagentError
 from megagent.model_source import load_tokenizer
 from megagent.observe.recorder import Recorder, read_metrics
 from megagent.observe.run_folder import RunFolder
 from megagent.parallel import platform
 from megagent.rollout.collector import Collector
 from megagent.rollout.episode import Episode, step_rows
-from megagent.rollout.metrics import rollout_metrics, sampler_metrics, validation_metrics
+from megagent.rollout.metrics import (
+    AGREEMENT_MAX,
+    disagreement,
+    rollout_metrics,
+    sampler_metrics,
+    validation_metrics,
+)
 from megagent.rollout.prompts import PromptBuilder
 
 VALIDATION_SEED = 1_000_003  # the same draws at every validation, whatever the iteration and trainer.seed
@@ -47,7 +54,7 @@ class Run:
     actor: RankGroup  # holds the reference's weights too, and the critic's
     rollout: EngineGroup
     collector: Collector
-    bridge: FileBridge
+    bridge: Bridge
     finished: int = 0  # iterations done before this process started
     iteration: int = 0  # the one under way
     kl_coef: float = 0.0  # of the KL in the reward, as it is now
@@ -107,6 +114,11 @@ class Run:
     def rows(self, episodes: Sequence[Episode]) -> StepBatch:
         return step_rows(episodes)
 
+    def hand_over(self) -> None:
+        """The rollout is over: engines that share the trainer's devices sleep until the next sync."""
+        if self.config.rollout.placement == "colocated":
+            self.rollout.sleep()
+
     # --- prepare, update, sync ---------------------------------------------------------------------------------------
 
     @cached_property
@@ -115,10 +127,22 @@ class Run:
         return schedule_multiple(self.config)
 
     def actor_log_probs(self, rows: StepBatch) -> StepBatch:
-        """Adds old_log_probs, and notes how far the sampler's own log-probs are from them."""
+        """Adds old_log_probs, and notes how far the sampler's own log-probs are from them.
+
+        Raises MegagentError if that is too far and rollout.on_disagreement=stop.
+        """
         answer = self.actor.log_probs(rows.select("prompts", "responses"), "actor")
         rows = rows.with_columns(old_log_probs=answer["log_probs"])
         self.metrics |= sampler_metrics(rows)
+        rollout = self.config.rollout
+        alarm = disagreement(rows, rollout.agreement_max or AGREEMENT_MAX[self.config.model.dtype])
+        self.metrics["sampler/alarm"] = float(alarm is not None)
+        if alarm is not None and rollout.on_disagreement == "stop":
+            raise MegagentError(
+                f"{alarm} The run stops, as rollout.on_disagreement=stop says; see docs/weight_sync.md."
+            )
+        if alarm is not None:
+            self.recorder.note(f"warning: {alarm}")
         return rows
 
     def reference_log_probs(self, rows: StepBatch) -> StepBatch:
@@ -221,7 +245,7 @@ def open_run(config: Config) -> Iterator[Run]:
             kind = platform.resolve(config.cluster.platform)
             placement = Placement(config, kind)
             ranks = RankGroup(config, placement)
-            if kind == "cuda":
+            if kind == "cuda" and config.rollout.placement == "colocated":
                 # On GPUs that both share, an engine measures what is free and takes its part of that.
                 ranks.wait_until_started()
             engines = EngineGroup(config, placement)
@@ -230,8 +254,8 @@ def open_run(config: Config) -> Iterator[Run]:
             stack.callback(environments.close)
             ranks.wait_until_started()
             engines.wait_until_started()
-        bridge = FileBridge(config.rollout.sync_dir)
-        stack.callback(bridge.close)
+            bridge = open_bridge(config, kind, placement, ranks, engines)
+            stack.callback(bridge.close)
         finished = ranks.load(folder.checkpoints) if folder.finished_iterations else 0
         yield Run(
             config=config,

@@ -19,6 +19,7 @@ def train(run: Run) -> None:
         with run.phase("rollout", total=run.episodes_per_iteration) as progress:
             episodes = run.collect(iteration, progress)
             rows = run.rows(episodes)
+            run.hand_over()  # the devices, to the trainer
         with run.phase("prepare"):
             rows = step_returns(rows, algo)
             # Whole micro-batches on every rank; padding weighs nothing.

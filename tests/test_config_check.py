@@ -221,8 +221,51 @@ def test_an_engine_larger_than_a_node_is_refused() -> None:
 
 
 def test_several_nodes_need_a_ray_that_runs_on_them_and_a_shared_folder() -> None:
-    found = problems("cluster.nodes=2")
+    found = problems("cluster.nodes=2", "rollout.sync=gather")
     assert [each.split(":")[0] for each in found] == ["cluster.nodes=2", "rollout.sync_dir=/dev/shm"]
+
+
+def test_only_whole_files_of_weights_need_a_shared_folder() -> None:
+    assert [each.split(":")[0] for each in problems("cluster.nodes=2")] == ["cluster.nodes=2"]
+
+
+def test_engines_on_gpus_of_their_own_need_them_beside_those_of_the_ranks() -> None:
+    found = only_problem("rollout.placement=disaggregated", "parallel.dp=4")
+    assert "GPUs of their own beside the 8 of the training ranks" in found
+    assert load(
+        [
+            "experiment=webshop_gigpo_7b",
+            QWEN_7B,
+            "rollout.placement=disaggregated",
+            "cluster.nodes=2",
+            "cluster.ray_address=host:1234",
+        ]
+    ).rollout.engines
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("rollout.sync=shared_memory",), "is for cluster.platform=cpu, and it is cuda; use auto, cuda_ipc or nccl"),
+        (
+            ("cluster.platform=cpu", "rollout.sync=nccl"),
+            "is for cluster.platform=cuda, and it is cpu; use auto, shared",
+        ),
+        (("rollout.sync=rdma",), "use auto, shared_memory, cuda_ipc, gloo, nccl or gather"),
+    ],
+)
+def test_a_transport_of_another_platform_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
+    assert sentence in only_problem(*overrides)
+
+
+def test_a_transport_that_ends_at_the_node_is_refused_for_engines_on_others() -> None:
+    overrides = ("cluster.nodes=2", "cluster.ray_address=host:1234", "rollout.placement=disaggregated")
+    assert "reads memory of its own node" in only_problem(*overrides, "rollout.sync=cuda_ipc")
+
+
+@pytest.mark.parametrize("key", ["top_p", "top_k", "repetition_penalty"])
+def test_sampling_that_the_trainer_cannot_follow_is_refused(key: str) -> None:
+    assert "rollouts are sampled from the whole distribution" in only_problem(f"rollout.{key}=0.9")
 
 
 def test_a_catalogue_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -410,7 +453,7 @@ def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "keys"),
     [
-        ("train", ["model.path", "trainer.run_dir", "rollout.sync_dir"]),
+        ("train", ["model.path", "trainer.run_dir"]),
         ("sft", ["model.path", "sft.output"]),
     ],
 )
@@ -421,7 +464,7 @@ def test_the_home_folder_of_nobody_is_refused(tmp_path: Path, command: Any, keys
 
 
 def test_a_sync_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    overrides = [*ready(tmp_path), f"rollout.sync_dir={tmp_path / 'no'}"]
+    overrides = [*ready(tmp_path), "rollout.sync=gather", f"rollout.sync_dir={tmp_path / 'no'}"]
     assert "is not a folder that can be written to" in only_problem(*overrides, command="train")
 
 

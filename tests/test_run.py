@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megagent.batch import Jagged, StepBatch
+from megagent.batch import Jagged, StepBatch, objects
 from megagent.config import Config
+from megagent.errors import MegagentError
 from megagent.observe.run_folder import RunFolder
 from megagent.run import Run
 
@@ -62,6 +63,89 @@ def test_an_export_on_the_way_has_a_folder_of_its_own_which_a_later_one_replaces
         assert (folder.root / "exports" / "iteration_0000002" / "weights").read_text() == "2"
         assert (folder.root / "export" / "weights").read_text() == "3"
         assert not list(folder.root.glob(".export*"))
+
+
+class Scorer:
+    """Stands in for the ranks: its log-probs are `off` away from the engine's on the second row."""
+
+    def __init__(self, off: float) -> None:
+        self.off = off
+
+    def log_probs(self, rows: StepBatch, model: str) -> dict[str, Jagged]:
+        return {"log_probs": rows["responses"].like(torch.tensor([-1.0, -1.0, -1.0 - self.off]))}
+
+
+def scored(off: float, **rollout: Any) -> tuple[Run, list[str]]:
+    """A run that has asked for the trainer's log-probs, and what it said about them."""
+    config = Config()
+    config.model.dtype = "fp32"
+    for name, value in rollout.items():
+        setattr(config.rollout, name, value)
+    said: list[str] = []
+    recorder: Any = SimpleNamespace(note=said.append)
+    absent: dict[str, Any] = dict.fromkeys(("folder", "world", "rollout", "collector", "bridge"))
+    actor: Any = Scorer(off)
+    run = Run(config=config, recorder=recorder, actor=actor, **absent)
+    responses = Jagged(torch.tensor([3, 4, 5]), torch.tensor([2, 1]))
+    rows = StepBatch(
+        {
+            "prompts": Jagged(torch.tensor([1, 2]), torch.tensor([1, 1])),
+            "responses": responses,
+            "response_mask": responses.like(torch.ones(3)),
+            "rollout_log_probs": responses.like(torch.full((3,), -1.0)),
+            "traj_uid": objects(["goal/7/0", "goal/7/1"]),
+            "step_index": torch.tensor([0, 2]),
+        }
+    )
+    run.actor_log_probs(rows)
+    return run, said
+
+
+def test_agreement_of_engine_and_trainer_is_silent() -> None:
+    run, said = scored(2e-4)  # a third of it on average
+    assert (said, run.metrics["sampler/alarm"]) == ([], 0.0)
+
+
+def test_a_disagreement_names_its_rows_and_the_run_goes_on() -> None:
+    run, said = scored(0.3)
+    [line] = said
+    assert "differ by 0.1 on average, and rollout.agreement_max is 0.0001" in line
+    assert line.endswith("1 of 2 rows are above it, the worst: step 3 of goal/7/1: 0.3.")
+    assert run.metrics["sampler/alarm"] == 1.0
+
+
+def test_a_disagreement_stops_the_run_where_it_should() -> None:
+    with pytest.raises(MegagentError, match="step 3 of goal/7/1.*rollout.on_disagreement=stop"):
+        scored(0.3, on_disagreement="stop")
+
+
+def test_the_alarm_has_a_threshold_of_ones_own() -> None:
+    assert scored(0.3, agreement_max=0.11)[1] == []
+    assert len(scored(0.3, agreement_max=0.09)[1]) == 1
+
+
+def test_log_probs_that_are_no_numbers_are_a_disagreement() -> None:
+    [line] = scored(float("nan"))[1]
+    assert "step 3 of goal/7/1" in line
+
+
+class Sleepers:
+    """Stands in for the engines."""
+
+    slept = 0
+
+    def sleep(self) -> None:
+        self.slept += 1
+
+
+@pytest.mark.parametrize(("placement", "times"), [("colocated", 1), ("disaggregated", 0)])
+def test_engines_sleep_while_the_trainer_works_where_they_share_its_devices(placement: str, times: int) -> None:
+    config = Config()
+    config.rollout.placement = placement
+    absent: dict[str, Any] = dict.fromkeys(("folder", "recorder", "world", "actor", "collector", "bridge"))
+    engines: Any = Sleepers()
+    Run(config=config, rollout=engines, **absent).hand_over()
+    assert engines.slept == times
 
 
 class Critic:

@@ -39,6 +39,9 @@ class RankActor:
         address = ray.util.get_node_ip_address()
         return address, free_port(address)
 
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
     def setup(self, config: Config, rank: int, master: str, port: int, task: Task) -> None:
         from megagent.parallel.rank import Rank
 
@@ -93,8 +96,7 @@ class RankGroup:
         return rank // self.config.parallel.tp % self.config.parallel.dp
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        calls = {f"rank {rank}": actor.call.remote(method, *arguments) for rank, actor in enumerate(self.actors)}
-        return list(wait_all(calls, method, self.timeout_s).values())
+        return list(wait_all(self.calls(method, *arguments), method, self.timeout_s).values())
 
     def shares(self, rows: StepBatch, update: int | None = None) -> list[Share]:
         """What each replica gets of the rows of a pass. update: how many updates came before, if it is one."""
@@ -159,3 +161,16 @@ class RankGroup:
     def close(self) -> None:
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
+
+    def nodes(self) -> list[str]:
+        """Ray's id of the node of each rank."""
+        calls = {f"rank {rank}": actor.node.remote() for rank, actor in enumerate(self.actors)}
+        return list(wait_all(calls, "places of the ranks", self.timeout_s).values())
+
+    def meeting_point(self) -> tuple[str, int]:
+        """The address and a free port of rank 0's node, where ranks and engines can find each other."""
+        return wait_all({"rank 0": self.actors[0].rendezvous.remote()}, "meeting point", self.timeout_s)["rank 0"]
+
+    def calls(self, method: str, *arguments: Any) -> dict[str, ray.ObjectRef]:
+        """Calls under way to a method of every rank, for whoever waits for others at the same time."""
+        return {f"rank {rank}": actor.call.remote(method, *arguments) for rank, actor in enumerate(self.actors)}

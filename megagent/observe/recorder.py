@@ -58,6 +58,10 @@ class Recorder:
         """Shows a progress bar for the length of the block; yields a function that advances it by units."""
         return self.console.phase(name, total)
 
+    def note(self, text: str) -> None:
+        """Shows a line; it is not recorded."""
+        self.console.note(text)
+
     def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """The figures of a finished iteration, recorded and shown."""
         self.record(iteration, metrics)

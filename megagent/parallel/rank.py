@@ -6,8 +6,9 @@ has been installed; this module itself costs nothing to import.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megagent.algos.shares import Steps
 from megagent.batch import Jagged, StepBatch
@@ -18,6 +19,8 @@ from megagent.parallel import platform
 if TYPE_CHECKING:
     from megagent.parallel.critic import Critic
     from megagent.parallel.policy import Policy
+    from megagent.parallel.reshard.checksum import Checksums
+    from megagent.parallel.reshard.sender import Sender
     from megagent.parallel.topology import Topology
 
 
@@ -42,6 +45,7 @@ class Rank:
         self.topology: Topology | None = None
         self._policy: Policy | None = None
         self._critic: Critic | None = None
+        self._sender: Sender | None = None
 
     def setup(self) -> None:
         """Join the other ranks and load the model of config.model.path, a Hugging Face folder.
@@ -86,6 +90,7 @@ class Rank:
 
     def update(self, shard: StepBatch, steps: Steps | None = None) -> dict[str, float]:
         """One PPO update on the replica's rows; see Policy.update. The same metrics on every rank."""
+        self._withdraw_weights()
         return self.policy.update(shard, steps)
 
     def values(self, shard: StepBatch, steps: Steps | None = None) -> Jagged | None:
@@ -98,6 +103,7 @@ class Rank:
 
     def supervised_update(self, shard: StepBatch, steps: Steps | None = None) -> dict[str, float]:
         """One optimizer step of the weighted next-token loss; see Policy.supervised_update."""
+        self._withdraw_weights()
         return self.policy.supervised_update(shard, steps)
 
     def publish_weights(self, path: str, version: int) -> None:
@@ -114,6 +120,45 @@ class Rank:
             beside = Path(f"{path}.partial")
             save_file(tensors, beside, metadata={"version": str(version)})
             beside.replace(path)
+
+    def open_sync(self, spec: Mapping[str, Any], transport: str, rendezvous: Sequence[Any] | None = None) -> str:
+        """Get ready to give the actor's weights to the engines' workers; the digest of the plan.
+
+        spec: terms as SyncSpec.as_json says them; transport, rendezvous: see Sender. May be called again, with others.
+        """
+        from megagent.parallel.reshard.sender import Sender
+        from megagent.parallel.reshard.spec import SyncSpec
+
+        self._close_sync()
+        self._sender = Sender.of_stage(self.policy.stage, SyncSpec.from_json(spec), transport, rendezvous)
+        return self._sender.digest
+
+    def offer_weights(self, version: int) -> dict[str, Any]:
+        """See Sender.offer. Not collective. The weights keep this version until the next update or load."""
+        return self.sender.offer(version)
+
+    def send_weights(self, version: int) -> int:
+        """See Sender.send: bytes sent. While it runs, the engines' workers receive."""
+        return self.sender.send(version)
+
+    def weight_checksums(self) -> Checksums:
+        """See Sender.checksums. Not collective."""
+        return self.sender.checksums()
+
+    @property
+    def sender(self) -> Sender:
+        if self._sender is None:
+            raise RuntimeError("Rank.open_sync() must be called first")
+        return self._sender
+
+    def _withdraw_weights(self) -> None:
+        if self._sender is not None:
+            self._sender.withdraw()
+
+    def _close_sync(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
     def export_hf(self, folder: str) -> None:
         """Write the actor as a Hugging Face folder: weights, configuration, tokenizer files of config.model.path."""
@@ -132,10 +177,12 @@ class Rank:
         """Load the newest checkpoint under `folder`; returns the iteration after which it was written."""
         from megagent.parallel import checkpoint
 
+        self._withdraw_weights()
         return checkpoint.load(self.policy, Path(folder), self._critic)
 
     def close(self) -> None:
         """Leave the process groups. Another Rank may be set up in this process afterwards."""
+        self._close_sync()
         self._policy = self._critic = None
         if self.topology is not None:
             self.topology.destroy()

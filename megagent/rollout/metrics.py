@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,6 +11,10 @@ from megagent.algos.penalty import valid_action_ratio
 from megagent.batch import StepBatch
 from megagent.observe.intervals import wilson_interval
 from megagent.rollout.episode import Episode
+
+# rollout.agreement_max=0 by model.dtype: what rounding alone, in kernels that differ, stays well below.
+AGREEMENT_MAX = {"fp32": 1e-4, "bf16": 0.05}
+ROWS_NAMED = 5
 
 
 def rollout_metrics(episodes: Sequence[Episode], rows: StepBatch) -> dict[str, float]:
@@ -47,17 +52,48 @@ def rollout_metrics(episodes: Sequence[Episode], rows: StepBatch) -> dict[str, f
 def sampler_metrics(rows: StepBatch) -> dict[str, float]:
     """How far the sampler's log-probs are from the trainer's under the same weights, over the loss tokens.
 
-    With both in fp32 only rounding is left (about 1e-5); a larger mean says that the engine serves other weights or
+    With both in fp32 only rounding is left (about 1e-6); a larger mean says that the engine serves other weights or
     another distribution than the trainer thinks. rows needs rollout_log_probs, old_log_probs and response_mask.
     """
-    difference = (rows["rollout_log_probs"].values - rows["old_log_probs"].values)[rows["response_mask"].values != 0]
-    absolute = difference.abs().double()
+    difference = _difference(rows)[rows["response_mask"].values != 0]
+    absolute = difference.abs()
     return {
         "sampler/log_prob_diff/mean": float(absolute.mean()),
+        # The smallest that 99 of 100 tokens do not exceed; torch.quantile takes no more than 16 million.
+        "sampler/log_prob_diff/p99": float(absolute.kthvalue(math.ceil(0.99 * len(absolute))).values),
         "sampler/log_prob_diff/max": float(absolute.max()),
         # k3 estimator of KL(sampler || trainer): never negative, 0 when they agree
-        "sampler/kl": float((torch.exp(-difference.double()) - 1 + difference.double()).mean()),
+        "sampler/kl": float((torch.exp(-difference) - 1 + difference).mean()),
     }
+
+
+def disagreement(rows: StepBatch, most: float) -> str | None:
+    """None if the mean difference of `sampler_metrics` is at most `most`, else one text that names the worst rows."""
+    mean = sampler_metrics(rows)["sampler/log_prob_diff/mean"]
+    if mean <= most:
+        return None
+    mask = rows["response_mask"]
+    counts = mask.values != 0
+    totals = mask.like(torch.where(counts, _difference(rows).abs(), 0.0)).sums()  # [rows]
+    tokens = mask.like(counts.double()).sums()
+    means = (totals / tokens.clamp(min=1)).nan_to_num(nan=math.inf, posinf=math.inf)
+    worst: dict[str, float] = {}
+    for row in means.argsort(descending=True, stable=True).tolist():
+        if len(worst) == ROWS_NAMED or means[row] <= most:
+            break
+        # A row that was copied to fill a batch is named once.
+        worst.setdefault(f"step {int(rows['step_index'][row]) + 1} of {rows['traj_uid'][row]}", float(means[row]))
+    named = "; ".join(f"{name}: {value:.2g}" for name, value in worst.items())
+    return (
+        f"engine and trainer disagree on the sampled tokens: their log-probs differ by {mean:.2g} on average, and "
+        f"rollout.agreement_max is {most:g}. {int((means > most).sum())} of {int((tokens > 0).sum())} rows are above "
+        f"it, the worst: {named}."
+    )
+
+
+def _difference(rows: StepBatch) -> torch.Tensor:
+    """Sampler's log-prob less trainer's of every response token; [tokens]."""
+    return (rows["rollout_log_probs"].values - rows["old_log_probs"].values).double()
 
 
 def validation_metrics(episodes: Sequence[Episode], greedy: bool) -> dict[str, float]:

@@ -64,9 +64,13 @@ def draw_config(family: str, seed: int, **changes: Any) -> Any:
 
 def write_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     """A model whose biases and norms are not the trivial ones. Returns the folder. changes: as for draw_config."""
+    save_model(draw_config(family, seed, **changes), folder, seed)
+    return folder
+
+
+def save_model(config: Any, folder: Path, seed: int = 0) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = draw_config(family, seed, **changes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -74,7 +78,6 @@ def write_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> Pat
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    return folder
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -32,7 +32,8 @@ class JobFailed(Exception):
 class RankPool:
     """run() gives each worker's result. After a failure the workers are killed; the next run starts new ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = WORKERS) -> None:
+        self._count = workers
         self._server: Any = None
         self._workers: list[Connection] = []
         self._pids: list[int] = []
@@ -47,7 +48,7 @@ class RankPool:
         traceback, who died, or who was late.
         """
         self._ensure_started()
-        ports = _free_ports(starts)
+        ports = free_ports(starts)
         for rank in range(world):
             self._workers[rank].send((job.__module__, job.__name__, rank, world, ports, arguments))
         try:
@@ -80,7 +81,7 @@ class RankPool:
         if self._server is not None:
             return
         context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(WORKERS)]
+        pairs = [context.Pipe() for _ in range(self._count)]
         self._server = context.Process(target=_serve, args=([child for _, child in pairs],), name="rank-server")
         self._server.start()
         for _, child in pairs:
@@ -165,7 +166,7 @@ def _run(job: Callable[..., Any], rank: int, world: int, ports: list[int], argum
             each.close()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on, below those that the system gives to connections (which Gloo makes by the dozen):
     a job may come to use the last of its ports long after they were found free."""
     probes: list[socket.socket] = []

@@ -6,7 +6,7 @@ import hashlib
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -67,22 +67,31 @@ class Plan:
         plan casts from one kind of float to another.
         """
         found = []
-        written: dict[tuple[int, str], list[Region]] = defaultdict(list)
-        for copy in self.copies:
-            written[copy.target_rank, copy.target].append(Region(copy.target_start, copy.shape))
+        written: dict[tuple[int, str], list[_Extent]] = defaultdict(list)
+        sound: set[tuple[Shape, Shape, Shape]] = set()  # layers and experts repeat each other: each case is judged once
+        for source_rank, source, source_start, target_rank, target, target_start, shape in self.copies:
+            written[target_rank, target].append((target_start, shape))
             try:
-                held = self.source.tensor(copy.source_rank, copy.source)
+                held = self.source.tensor(source_rank, source).shape
             except KeyError:
-                found.append(f"{copy.source} is not on rank {copy.source_rank} of {self.source.name}")
+                found.append(f"{source} is not on rank {source_rank} of {self.source.name}")
                 continue
-            if not Region(copy.source_start, copy.shape).lies_in(held.shape):
-                found.append(f"{copy.source} on rank {copy.source_rank} is {held.shape}, read at {copy.source_start}")
+            if (source_start, shape, held) in sound:
+                continue
+            if Region(source_start, shape).lies_in(held):
+                sound.add((source_start, shape, held))
+            else:
+                found.append(f"{source} on rank {source_rank} is {held}, read at {source_start}")
         for fill in self.fills:
-            written[fill.target_rank, fill.target].append(fill.region)
+            written[fill.target_rank, fill.target].append((fill.region.start, fill.region.shape))
+        faults: dict[tuple[Shape, tuple[_Extent, ...]], str | None] = {}
         for rank, tensors in self.target.tensors.items():
             for tensor in tensors:
-                if fault := tiling_fault(tensor.shape, written.pop((rank, tensor.name), [])):
-                    found.append(f"{tensor.name} on rank {rank} of {self.target.name} {fault}")
+                case = tensor.shape, tuple(written.pop((rank, tensor.name), ()))
+                if case not in faults:
+                    faults[case] = tiling_fault(tensor.shape, (Region(*part) for part in case[1]))
+                if faults[case]:
+                    found.append(f"{tensor.name} on rank {rank} of {self.target.name} {faults[case]}")
         found += [f"{name} is not on rank {rank} of {self.target.name}" for rank, name in written]
         return found
 
@@ -91,8 +100,16 @@ class Plan:
         _raise(f"the plan from {self.source.name} to {self.target.name}", self.problems())
 
     def digest(self) -> str:
-        """A hash of all copies and fills: ranks that made the plan for themselves compare it before the first byte."""
+        """A hash of all copies and fills, of the tensors on both sides and their dtypes: ranks that made the plan for
+        themselves compare it before the first byte."""
         digest = hashlib.sha256()
+        for layout in (self.source, self.target):
+            said: dict[int, bytes] = {}  # replicas share their tensors
+            for rank, tensors in layout.tensors.items():
+                if id(tensors) not in said:
+                    held = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
+                    said[id(tensors)] = hashlib.sha256(repr(held).encode()).digest()
+                digest.update(b"%d " % rank + said[id(tensors)])
         for step in (*self.copies, *self.fills):
             digest.update(repr(step).encode())
         return digest.hexdigest()
@@ -119,6 +136,14 @@ class Plan:
         return (copy for copy in self.copies if copy.target_rank == rank)
 
 
+Distance = Callable[[int, int], int]  # (source rank, target rank) -> how far, in any unit
+
+
+def own_first(source_rank: int, target_rank: int) -> int:
+    """Where a rank of the source is the rank of the target with its number (a checkpoint that is laid out anew)."""
+    return int(source_rank != target_rank)
+
+
 class _Holder(NamedTuple):
     """A rank that holds a part of a Hugging Face tensor, and where in its own tensor."""
 
@@ -128,23 +153,26 @@ class _Holder(NamedTuple):
 
 
 _Extent = tuple[Shape, Shape]  # (start, shape) in a Hugging Face tensor
+_Held = dict[_Extent, list[_Holder]]  # the parts of one Hugging Face tensor, and who holds each
 
 
-def make_plan(source: Layout, target: Layout, cast: bool = False) -> Plan:
+def make_plan(source: Layout, target: Layout, cast: bool = False, distance: Distance = own_first) -> Plan:
     """Where each element of the target comes from.
 
-    What several ranks hold is read from the target's own rank if that is one of them, else from them in turns. cast:
-    dtypes may differ. Raises MegagentError that lists what the source lacks and dtypes that differ.
+    What several ranks hold is read from the nearest of them, and of those equally near from the one that has least to
+    send so far. cast: dtypes may differ. Raises MegagentError that lists what the source lacks and dtypes that differ.
     """
     held, dtypes = _held(source)
-    indices: dict[str, _Index] = {}
-    pieces: dict[tuple[str, _Extent], list[tuple[_Extent, _Extent]]] = {}
+    cuts = _Cuts(held)
+    choose = _Choice(distance)
+    moved = _Moved()
     copies: list[Copy] = []
     fills: list[Fill] = []
     faults: dict[str, None] = {}  # in order, each once
     for rank, tensors in target.tensors.items():
         for tensor in tensors:
             fills += (Fill(rank, tensor.name, region) for region in tensor.padding)
+            element = BYTES[tensor.dtype]
             for box in tensor.boxes:
                 holders = held.get(box.hf)
                 if holders is None:
@@ -152,18 +180,13 @@ def make_plan(source: Layout, target: Layout, cast: bool = False) -> Plan:
                     continue
                 if not cast and dtypes[box.hf] != tensor.dtype:
                     faults[f"{box.hf} is {dtypes[box.hf]} in {source.name}, {tensor.dtype} in {target.name}"] = None
-                extent = (box.hf_start, box.shape)
-                parts = pieces.get((box.hf, extent))
-                if parts is None:
-                    if box.hf not in indices:
-                        indices[box.hf] = _Index(list(holders))
-                    parts = pieces[box.hf, extent] = list(indices[box.hf].cut(extent))
-                    if sum(math.prod(part[1]) for part, _ in parts) != math.prod(box.shape):
-                        faults[f"{source.name} does not hold all of {box.hf}"] = None
-                for (start, shape), whole in parts:
-                    holder = _choose(holders[whole], rank)
-                    source_start = _moved(holder.start, start, whole[0])
-                    target_start = _moved(box.local_start, start, box.hf_start)
+                cut = cuts.of(box.hf, (box.hf_start, box.shape))
+                if not cut.complete:
+                    faults[f"{source.name} does not hold all of {box.hf}"] = None
+                for shape, elements, whole, in_source, in_target in cut.parts:
+                    holder = choose(holders[whole], rank, elements * element)
+                    source_start = moved[holder.start, in_source]
+                    target_start = moved[box.local_start, in_target]
                     copies.append(
                         Copy(holder.rank, holder.tensor, source_start, rank, tensor.name, target_start, shape)
                     )
@@ -171,9 +194,9 @@ def make_plan(source: Layout, target: Layout, cast: bool = False) -> Plan:
     return Plan(source, target, tuple(copies), tuple(fills))
 
 
-def _held(layout: Layout) -> tuple[dict[str, dict[_Extent, list[_Holder]]], dict[str, str]]:
+def _held(layout: Layout) -> tuple[dict[str, _Held], dict[str, str]]:
     """Hugging Face name -> its parts -> who holds them; and the names' dtypes."""
-    held: dict[str, dict[_Extent, list[_Holder]]] = {}
+    held: dict[str, _Held] = {}
     dtypes: dict[str, str] = {}
     for rank, tensors in layout.tensors.items():
         for tensor in tensors:
@@ -186,16 +209,89 @@ def _held(layout: Layout) -> tuple[dict[str, dict[_Extent, list[_Holder]]], dict
     return held, dtypes
 
 
-def _choose(holders: list[_Holder], rank: int) -> _Holder:
-    if len(holders) == 1:
-        return holders[0]
-    return next((holder for holder in holders if holder.rank == rank), holders[rank % len(holders)])
+class _Choice:
+    """Who of those who hold a part sends it: of the nearest, the one with the fewest bytes so far."""
+
+    def __init__(self, distance: Distance) -> None:
+        self._distance = distance
+        self._bytes: dict[int, int] = defaultdict(int)
+        self._nearest: dict[tuple[tuple[int, ...], int], list[int]] = {}  # positions among the holders
+
+    def __call__(self, holders: list[_Holder], target_rank: int, size: int) -> _Holder:
+        chosen = holders[0]
+        if len(holders) > 1:
+            ranks = tuple([holder.rank for holder in holders])
+            nearest = self._nearest.get((ranks, target_rank))
+            if nearest is None:
+                far = [self._distance(rank, target_rank) for rank in ranks]
+                nearest = [position for position, value in enumerate(far) if value == min(far)]
+                self._nearest[ranks, target_rank] = nearest
+            chosen = holders[min(nearest, key=lambda position: self._bytes[ranks[position]])]
+        self._bytes[chosen.rank] += size
+        return chosen
 
 
-def _moved(local: Shape, start: Shape, origin: Shape) -> Shape:
-    """`start`, a position in a Hugging Face tensor, in the local tensor that has `origin` of it at `local`."""
-    fixed = len(local) - len(start)
-    return (*local[:fixed], *(a + b - c for a, b, c in zip(local[fixed:], start, origin, strict=True)))
+class _Moved(dict[tuple[Shape, Shape], Shape]):
+    """(a start in a local tensor, which may have fixed indices in front; an offset) -> the start moved by the offset.
+
+    Remembered, because layers and experts repeat each other.
+    """
+
+    def __missing__(self, key: tuple[Shape, Shape]) -> Shape:
+        start, offset = key
+        fixed = len(start) - len(offset)
+        self[key] = found = (*start[:fixed], *(a + b for a, b in zip(start[fixed:], offset, strict=True)))
+        return found
+
+
+class _Part(NamedTuple):
+    """What an extent and a part that the source holds have in common."""
+
+    shape: Shape
+    elements: int
+    whole: _Extent  # the part
+    in_source: Shape  # offset in it
+    in_target: Shape  # offset in the extent
+
+
+class _Cut(NamedTuple):
+    parts: tuple[_Part, ...]
+    complete: bool  # whether they cover the extent
+
+
+class _Cuts:
+    """How extents of Hugging Face tensors are made of the source's parts. Tensors that the source cuts alike, as the
+    same one of every layer and expert, share their cuts."""
+
+    def __init__(self, held: dict[str, _Held]) -> None:
+        self._held = held
+        self._alike: dict[tuple[_Extent, ...], tuple[_Index, dict[_Extent, _Cut]]] = {}
+        self._of: dict[str, tuple[_Index, dict[_Extent, _Cut]]] = {}
+
+    def of(self, name: str, extent: _Extent) -> _Cut:
+        known = self._of.get(name)
+        if known is None:
+            extents = tuple(self._held[name])
+            if extents not in self._alike:
+                self._alike[extents] = _Index(list(extents)), {}
+            known = self._of[name] = self._alike[extents]
+        index, cuts = known
+        cut = cuts.get(extent)
+        if cut is None:
+            cut = cuts[extent] = _cut(index, extent)
+        return cut
+
+
+def _cut(index: _Index, extent: _Extent) -> _Cut:
+    parts = tuple(
+        _Part(shape, math.prod(shape), whole, _difference(start, whole[0]), _difference(start, extent[0]))
+        for (start, shape), whole in index.cut(extent)
+    )
+    return _Cut(parts, sum(part.elements for part in parts) == math.prod(extent[1]))
+
+
+def _difference(one: Shape, other: Shape) -> Shape:
+    return tuple(a - b for a, b in zip(one, other, strict=True))
 
 
 class _Index:

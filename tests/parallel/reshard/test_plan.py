@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagent.errors import MegagentError
-from megagent.parallel.reshard import files, hold
+from megagent.parallel.degrees import Degrees
+from megagent.parallel.reshard import files, hold, megatron, vllm
 from megagent.parallel.reshard.boxes import Box, LocalTensor, Region, Shape, whole
 from megagent.parallel.reshard.layout import Layout
 from megagent.parallel.reshard.plan import Copy, Plan, make_plan
+from megagent.parallel.reshard.vllm import Workers
+from tests.parallel.models.configs import tiny
 from tests.parallel.reshard.arrays import ROOM, assert_equal, empty, numbered, scattered
 
 
@@ -169,6 +174,50 @@ def test_a_rank_reads_from_itself_if_it_can_and_else_from_the_replicas_in_turns(
     assert plan.traffic == {(rank % 2, rank): 8 for rank in range(6)}
     assert [copy.target_rank for copy in plan.sends(1)] == [1, 3, 5]
     assert [copy.source_rank for copy in plan.receives(5)] == [1]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=4),
+)
+def test_replicas_share_the_load_and_none_is_asked_where_one_is_nearer(
+    sizes: list[int], source_places: list[tuple[int, int]], target_places: list[tuple[int, int]]
+) -> None:
+    """Places are (node, GPU). All ranks hold the same tensors."""
+    held = tuple(whole(f"tensor{number}", (size,)) for number, size in enumerate(sizes))
+    source = Layout("source", dict.fromkeys(range(len(source_places)), held))
+    target = Layout("target", dict.fromkeys(range(len(target_places)), held))
+
+    def distance(one: int, other: int) -> int:
+        here, there = source_places[one], target_places[other]
+        return 0 if here == there else 1 if here[0] == there[0] else 2
+
+    plan = make_plan(source, target, distance=distance)
+    plan.check()
+    groups: dict[tuple[int, ...], Counter[int]] = {}  # the nearest ranks of a target -> bytes that each sends it
+    for copy in plan.copies:
+        far = [distance(rank, copy.target_rank) for rank in range(len(source_places))]
+        assert far[copy.source_rank] == min(far)
+        nearest = tuple(rank for rank, value in enumerate(far) if value == min(far))
+        groups.setdefault(nearest, Counter(dict.fromkeys(nearest, 0)))[copy.source_rank] += 2 * copy.shape[0]
+    if len(groups) == 1:  # else one group's load may rest on ranks of another
+        (sent,) = groups.values()
+        assert max(sent.values()) - min(sent.values()) <= 2 * max(sizes)
+
+
+def test_engines_on_their_own_node_read_from_all_replicas_alike() -> None:
+    model, workers = tiny("qwen2", vocab_size=64), Workers(tp=2)
+    source = megatron.layout(model, Degrees(tp=2, dp=4))
+    plan = make_plan(source, vllm.layout(model, workers), distance=lambda source_rank, target_rank: 2)
+    sent: Counter[int] = Counter()
+    for (rank, _), size in plan.traffic.items():
+        sent[rank] += size
+    largest = max(2 * math.prod(copy.shape) for copy in plan.copies)
+    for tp_rank in range(2):  # what only they have
+        replicas = [sent[rank] for rank in range(8) if rank % 2 == tp_rank]
+        assert max(replicas) - min(replicas) <= largest
 
 
 def test_a_tied_copy_is_written_and_never_read() -> None:

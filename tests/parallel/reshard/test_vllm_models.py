@@ -1,10 +1,13 @@
-"""vLLM's own models, as every worker of some layouts builds them, against the layout of their parameters."""
+"""vLLM's own models, as every worker of some layouts builds them, against the layout of their parameters: what it says
+of their shapes, and that the receiver, which reads the layers themselves, finds the same parts in them."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,9 @@ CASES = [
     (model("llama", tied=True), Workers(tp=2, pp=2)),
     (model("qwen3_moe"), Workers(tp=2, expert_parallel=True)),
     (model("mixtral"), Workers(tp=2, pp=2)),
+    (model("mistral"), Workers(tp=2)),
 ]
+IDS = [f"{model.family}-tp{each.tp}-pp{each.pp}" for model, each in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +56,17 @@ def built() -> list[list[dict[str, Any]]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "number", range(len(CASES)), ids=[f"{model.family}-tp{each.tp}-pp{each.pp}" for model, each in CASES]
-)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
 def test_vllm_holds_on_every_worker_what_its_layout_says(number: int, built: list[list[dict[str, Any]]]) -> None:
     layout = vllm.layout(*CASES[number])
     for rank, tensors in layout.tensors.items():
-        assert built[number][rank] == {tensor.name: list(tensor.shape) for tensor in tensors}
+        assert built[number][rank]["shapes"] == {tensor.name: list(tensor.shape) for tensor in tensors}
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
+def test_the_layers_of_every_worker_say_the_same_as_the_layout(number: int, built: list[list[dict[str, Any]]]) -> None:
+    layout = vllm.layout(*CASES[number])
+    for rank, tensors in layout.tensors.items():
+        planned = json.loads(json.dumps([asdict(tensor) for tensor in tensors]))
+        described = built[number][rank]["described"]
+        assert sorted(described, key=itemgetter("name")) == sorted(planned, key=itemgetter("name"))

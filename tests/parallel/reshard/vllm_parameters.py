@@ -1,7 +1,8 @@
 """A process of its own: what vLLM's models hold on every worker of some layouts, built with weights of no meaning.
 
 Reads [[config.json as an object, tp, pp, expert_parallel], ...] from stdin; the last line of stdout is, for each case
-and each rank, {parameter name: shape}. The other workers are a process group that only says that they are there.
+and each rank, {"shapes": {parameter name: shape}, "described": what the receiver makes of the model's layers: a
+LocalTensor for each parameter, as an object}. The other workers are a process group that only says that they are there.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-Shapes = dict[str, list[int]]
+Found = dict[str, Any]
 
 
-def parameters(config: dict[str, Any], tp: int, pp: int, expert_parallel: bool, folder: Path) -> list[Shapes]:
+def parameters(config: dict[str, Any], tp: int, pp: int, expert_parallel: bool, folder: Path) -> list[Found]:
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -25,6 +27,8 @@ def parameters(config: dict[str, Any], tp: int, pp: int, expert_parallel: bool, 
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from megagent.parallel.reshard.live import describe
 
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     found = []
@@ -44,7 +48,8 @@ def parameters(config: dict[str, Any], tp: int, pp: int, expert_parallel: bool, 
             parallel_state.initialize_model_parallel(tp, pp)
             with set_default_torch_dtype(torch.bfloat16):
                 model = initialize_model(vllm_config)
-        found.append({name: list(parameter.shape) for name, parameter in model.named_parameters()})
+        shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        found.append({"shapes": shapes, "described": [asdict(each.tensor) for each in describe(model).values()]})
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
         if dist.is_initialized():
