@@ -116,7 +116,7 @@ def perform(todo: Sequence[tuple[int, Task]], workers: int, done: Callable[[int,
             try:
                 _collect(pool, todo, workers, done)
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)  # whoever is told of the error finds nobody writing any more
                 raise
     except BrokenProcessPool:
         raise MegagentError(
@@ -297,7 +297,8 @@ def _collect(
     while True:
         # A few more than there are processes, so that none of them waits for this one.
         while len(waiting) < 3 * workers and (item := next(rest, None)) is not None:
-            waiting[pool.submit(_perform, item[1])] = item
+            with _without_interrupts():
+                waiting[pool.submit(_perform, item[1])] = item
         if not waiting:
             return
         finished, _ = wait(waiting, timeout=STALLED, return_when=FIRST_COMPLETED)
@@ -309,12 +310,24 @@ def _collect(
             done(number, task.size)
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What is started meanwhile never hears Ctrl-C, which in a terminal reaches all: the first process sees to it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin_worker(where: str) -> None:
     """A worker does not outlive who started it: that one may be killed, and another conversion begin in its place."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the first process sees to it
     parent = parent_process()
     assert parent is not None
-    hold(where)
+    try:
+        hold(where)
+    except OSError:  # the folder is no longer there, or no longer the same conversion's
+        os._exit(1)
     # A lock that was had too late, when the next one had begun already, is had by an orphan.
     Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     if wait_for([parent.sentinel], timeout=0):

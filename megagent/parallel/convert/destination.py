@@ -210,9 +210,11 @@ class Destination:
 
 
 def hold(folder: str) -> None:
-    """Until this process ends, nobody begins a conversion into a folder that it writes for another process."""
-    if not _locks(os.open(Path(folder) / _WORKERS, os.O_RDWR | os.O_CLOEXEC), fcntl.LOCK_SH):
-        raise MegagentError(f"another process is writing {folder}")
+    """Until this process ends, nobody begins a conversion into a folder that it writes for another one.
+
+    Raises OSError if somebody does already.
+    """
+    fcntl.flock(os.open(Path(folder) / _WORKERS, os.O_RDWR | os.O_CLOEXEC), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _locks(descriptor: int, kind: int) -> bool:

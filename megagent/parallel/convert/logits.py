@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megagent.errors import MegagentError
 from megagent.parallel.convert.stored import Stored
@@ -42,7 +46,8 @@ def _logits(stored: Stored, tokens: Tensor) -> Tensor:
 def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with _loading(folder, "transformers"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model(tokens).logits.float()
 
 
@@ -67,10 +72,35 @@ def _by_megatron(stored: Stored, tokens: Tensor) -> Tensor:
             (chunk,) = model.build_chunks(transformer, stored.architecture, alone, alone.place(0))
             chunk.eval()
             state = {"model": chunk.sharded_state_dict(metadata={"singleton_local_shards": False})}
-            chunk.load_state_dict(dist_checkpointing.load(state, str(stored.folder))["model"])
+            with _loading(stored.folder, "Megatron"):
+                chunk.load_state_dict(dist_checkpointing.load(state, str(stored.folder))["model"])
             positions = torch.arange(tokens.shape[1]).expand_as(tokens)
             logits = chunk(tokens, positions, None)  # [rows, tokens, padded vocabulary]
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
     return logits[..., : stored.architecture.vocab].float()
+
+
+@contextmanager
+def _loading(folder: Path, by: str) -> Iterator[None]:
+    """Somebody else's loader at a checkpoint that may be anyone's.
+
+    PyTorch unpickles the layers' own states in it without asking what they are, unless it is told not to.
+    """
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        reason = str(next((failure[0] for failure in failures), error)).strip() or type(error).__name__
+        if "weights_only" in reason:  # which goes on to say how to run what is in there
+            reason = "it holds more than tensors and plain values"
+        raise MegagentError(
+            f"{by} cannot load {folder} ({reason.splitlines()[0][:200]}); take another copy, or leave --logits out: "
+            "the tensors have been compared"
+        ) from error
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})

@@ -96,7 +96,10 @@ def open_checkpoint(folder: Path, model: Path | None = None) -> Stored:
     architecture = architecture_of(hf_config)
     backend = read_json(folder / "metadata.json").get("sharded_backend")
     if backend != _FORMAT["sharded_backend"]:
-        raise MegagentError(f"{folder} is a {backend} checkpoint; save it with --ckpt-format torch_dist")
+        raise MegagentError(
+            f"{folder} is no torch_dist checkpoint (its metadata.json has sharded_backend={str(backend)[:60]}); save "
+            "it with --ckpt-format torch_dist"
+        )
     listed, ignored = megatron_metadata.read(folder / ".metadata", skipped=_OPTIMIZER)
     faults = companion_faults(companions)
     stacks = {key: stack for stack in _stacks(architecture) for key in stack.keys}

@@ -16,19 +16,12 @@ from torch.distributed.checkpoint import metadata as dcp
 from megagent.errors import MegagentError
 from megagent.parallel.convert import conversion, megatron_folder, torch_record
 from megagent.parallel.degrees import Degrees
-from tests.parallel.convert.folders import QUIET, write_folder
+from tests.parallel.convert.folders import QUIET, edit, write_folder
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return conversion.to_megatron(write_folder(tmp_path / "model", "qwen2"), tmp_path / "there", Degrees(), QUIET)
-
-
-def edit(checkpoint: Path, change: Any) -> None:
-    path = checkpoint / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    change(metadata)
-    path.write_bytes(pickle.dumps(metadata))
 
 
 def test_all_faults_are_listed_together(checkpoint: Path) -> None:
