@@ -145,10 +145,12 @@ def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ..
     assert run.leftovers(within_s=PATIENCE_S) == []
 
 
-def test_ppo_trains_with_a_critic_on_two_replicas(tmp_path: Path) -> None:
-    run = finished(tmp_path / "run", "parallel=dp2", "algo=ppo")
+def test_ppo_trains_with_a_critic_on_two_replicas_that_share_rows_by_tokens(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", "parallel=dp2", "algo=ppo", "trainer.micro_batch_tokens=2048")
     assert_trained(run)
     record = iteration_record(run, 1)
+    assert 0 < record["schedule/padding_waste"] < 0.5
+    assert 0 <= record["schedule/dp_imbalance"] < 1
     assert record["critic/lr"] > 0
     assert record["critic/grad_norm"] > 0
     assert (run.folder / "checkpoints" / "iteration_0000001" / "critic").is_dir()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -22,6 +22,7 @@ from megagent.errors import BatchError
 Tokens = TypeVar("Tokens", int, Tensor)
 
 _REFINEMENTS = 64  # swaps between the busiest and the idlest rank; each about halves what is left between them
+_MANY = 1024  # rows of a rank from which on their number evens them out, and comparing all pairs takes long
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def pack(
 
     Padded rows are ordered by length and cut into as few micro-batches as come in multiples of dp x multiple, of costs
     as equal as can be; rows that lie end to end need not be alike and fill as few equally. These are dealt to the
-    ranks, equally many to each, so that the ranks' costs are equal too.
+    ranks, equally many to each, so that the ranks' costs are equal too; rows end to end then change places for that.
     lengths: [rows] int64, at least 1 each. multiple: what the schedule needs on each rank
     (ScheduleSizes.micro_batch_multiple). quadratic_at: see row_costs. end_to_end: rows of a micro-batch are not padded
     to the longest. length_multiple: rows are filled up to a multiple of it (schedule.token_multiple). Every row is in
@@ -131,18 +132,20 @@ def pack(
             f"row {int(order[0])} has {int(lengths.max())} tokens, more than the {token_budget} of a whole "
             f"micro-batch; raise the token budget to at least {int(tokens[0])}"
         )
-    costs = row_costs(lengths[order], quadratic_at).tolist()
+    costs = row_costs(lengths[order], quadratic_at)
     unit = dp * multiple
     if end_to_end:
-        pieces, work = _filled(tokens.tolist(), costs, token_budget, unit)
+        pieces, work = _filled(tokens.tolist(), costs.tolist(), token_budget, unit)
     else:
-        pieces, work = _sliced(costs, (token_budget // tokens).tolist(), unit)
+        pieces, work = _sliced(costs.tolist(), (token_budget // tokens).tolist(), unit)
     missing = -len(pieces) % unit
-    micro_batches = [order[piece] for piece in pieces] + [order[:0]] * missing
+    pieces += [order[:0]] * missing
     # Longest first on every rank, so that a run that does not fit into memory fails at once.
     dealt = (sorted(numbers.tolist()) for numbers in deal(torch.tensor(work + [0.0] * missing), dp))
-    ranks = tuple(tuple(micro_batches[number] for number in numbers) for numbers in dealt)
-    return Packing(ranks, lengths, end_to_end, length_multiple)
+    ranks = [[pieces[number] for number in numbers] for numbers in dealt]
+    if end_to_end:
+        ranks = _levelled(ranks, tokens, costs, token_budget)
+    return Packing(tuple(tuple(order[rows] for rows in rank) for rank in ranks), lengths, end_to_end, length_multiple)
 
 
 def _rounded_up(tokens: Tokens, multiple: int) -> Tokens:
@@ -236,6 +239,27 @@ def _cut_evenly(costs: Sequence[float], most_rows: Sequence[int], count: int) ->
     return sorted([*done, *(start for _, start, _ in queue)])
 
 
+def _levelled(ranks: list[list[Tensor]], tokens: Tensor, costs: Tensor, token_budget: int) -> list[list[Tensor]]:
+    """Rows exchanged between the busiest and the idlest rank where they fit; whole micro-batches are coarse if few.
+
+    ranks[r][m]: places [n] int64 of rows end to end; tokens, costs: [rows] by place.
+    """
+    sizes = [[len(part) for part in rank] for rank in ranks]
+    rows = [torch.cat([tokens[:0], *rank]) for rank in ranks]
+    loads = [float(costs[each].sum()) for each in rows]
+
+    def fits(high: int, low: int) -> Tensor:
+        """[rows of high, rows of low]: whether the one has room in the place of the other, which is the shorter."""
+        parts = torch.split(tokens[rows[low]], sizes[low])
+        most = torch.cat([part + (token_budget - part.sum()) for part in parts])
+        return tokens[rows[high]][:, None] <= most[None, :]
+
+    for _ in range(_REFINEMENTS if max(map(len, rows)) <= _MANY else 0):
+        if not _swap(rows, loads, costs, fits):
+            break
+    return [[part.sort().values for part in torch.split(each, size)] for each, size in zip(rows, sizes, strict=True)]
+
+
 def deal(costs: Tensor, parts: int) -> list[Tensor]:
     """Numbers [n / parts] int64 of what each of `parts` ranks gets, equally many, with sums of costs nearly equal.
 
@@ -261,14 +285,22 @@ def deal(costs: Tensor, parts: int) -> list[Tensor]:
     return pieces
 
 
-def _swap(pieces: list[Tensor], loads: list[float], costs: Tensor) -> bool:
-    """Exchange what brings the busiest and the idlest part closest together, one for one; False if nothing does."""
+def _swap(
+    pieces: list[Tensor], loads: list[float], costs: Tensor, fits: Callable[[int, int], Tensor] | None = None
+) -> bool:
+    """Exchange what brings the busiest and the idlest part closest together, one for one; False if nothing does.
+
+    fits(busiest, idlest): [n, m] bool, which exchanges are allowed; all by default.
+    """
     high, low = loads.index(max(loads)), loads.index(min(loads))
     gap = loads[high] - loads[low]
     if gap <= 0:
         return False
     difference = costs[pieces[high]][:, None] - costs[pieces[low]][None, :]
-    left = torch.where(difference > 0, (gap - 2 * difference).abs(), gap)
+    helps = difference > 0 if fits is None else (difference > 0) & fits(high, low)
+    left = torch.where(helps, (gap - 2 * difference).abs(), gap)
+    if not left.numel():
+        return False
     best = int(left.argmin())
     if float(left.reshape(-1)[best]) >= gap * (1 - 1e-6):
         return False

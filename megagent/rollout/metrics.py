@@ -20,7 +20,7 @@ ROWS_NAMED = 5
 def rollout_metrics(episodes: Sequence[Episode], rows: StepBatch) -> dict[str, float]:
     """Success, lengths and validity of an iteration's episodes. rows: theirs, aligned or not.
 
-    Greedy episodes that were played beside them count in rollout/greedy_success alone.
+    Greedy episodes that were played beside them count in rollout/greedy_success and rollout/lost_episodes alone.
     """
     greedy = {episode.greedy.traj_uid: episode.greedy for episode in episodes if episode.greedy is not None}
     lengths = torch.tensor([len(episode.steps) for episode in episodes], dtype=torch.float32)
@@ -37,7 +37,7 @@ def rollout_metrics(episodes: Sequence[Episode], rows: StepBatch) -> dict[str, f
         "episode/valid_action_ratio": valid_action_ratio(rows),
         "episode/parsed_reply_ratio": _mean(step.parsed for episode in episodes for step in episode.steps),
         "episode/admissible_action_ratio": _mean(step.admissible for episode in episodes for step in episode.steps),
-        "rollout/lost_episodes": float(sum(episode.lost for episode in episodes)),
+        "rollout/lost_episodes": float(sum(episode.lost for episode in (*episodes, *greedy.values()))),
         "rollout/rows": float(real.sum()),
         "rollout/padding_rows": float((~real).sum()),
         "rollout/response_tokens": float(responses.sum()),

@@ -106,6 +106,12 @@ def test_rows_padded_to_the_ranks_of_sequence_parallelism_stay_within_the_budget
     assert pack(torch.tensor([5, 5]), 1, 10, length_multiple=8, end_to_end=False).micro_batches == 2
 
 
+def test_rows_end_to_end_change_places_where_whole_micro_batches_are_too_coarse() -> None:
+    lengths = torch.randint(300, 1000, (64,), generator=torch.Generator().manual_seed(0))
+    assert pack(lengths, 8, 16384, multiple=2, end_to_end=True).imbalance < 0.005
+    assert pack(lengths, 8, 16384, multiple=2).imbalance > 0.02  # padded, for comparison
+
+
 def test_padding_and_imbalance_are_small_where_rows_are_many() -> None:
     lengths = (torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 0.4 + 6).exp().long().clamp(1, 4000)
     packing = pack(lengths, 8, 8192, multiple=4, quadratic_at=40_000)

@@ -129,6 +129,11 @@ def replica_part(rank: Any, rows: StepBatch) -> StepBatch:
     return rows.split(rank.topology.dp)[rank.topology.dp_rank]
 
 
+def without_schedule(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics but those of how rows were cut, which changes nothing else."""
+    return {name: value for name, value in metrics.items() if not name.startswith("schedule/")}
+
+
 def weights_of(rank: Any) -> dict[str, torch.Tensor]:
     """Full Hugging Face tensors on rank 0, nothing elsewhere."""
     from megagent.parallel import hf_io
@@ -142,18 +147,14 @@ def log_probs_of(rank: Any, rows: StepBatch, model: str = "actor") -> tuple[torc
 
 
 def update(start: Start, config: Config, rows: StepBatch, updates: int = 1) -> dict[str, Any]:
-    """Log-probs before, metrics of the last of some updates, and log-probs and weights after.
-
-    Without the metrics of the schedule: they say how rows were cut, which changes nothing else.
-    """
+    """Log-probs before, metrics of the last of some updates, and log-probs and weights after."""
     rank = start(config)
     before = log_probs_of(rank, rows)
     for _ in range(updates):
         metrics = rank.update(replica_part(rank, rows))
-    metrics = {name: value for name, value in metrics.items() if not name.startswith("schedule/")}
     return {
         "before": before,
-        "metrics": metrics,
+        "metrics": without_schedule(metrics),
         "after": log_probs_of(rank, rows),
         "weights": weights_of(rank),
         "speaks": rank.topology.speaks,

@@ -130,7 +130,8 @@ def test_a_checkpoint_can_be_resumed_on_another_topology(
     expected = ranks.run(resumed_job, 2, config=source, rows=rows, folder=str(tmp_path))[0]
     config = jobs.laid_out(odd_models["dense"], layout)
     resumed = ranks.run(resumed_job, jobs.ranks_of(layout), config=config, rows=rows, folder=str(tmp_path))[0]
-    assert resumed["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, abs=1e-5)
+    metrics = jobs.without_schedule(expected["metrics"])
+    assert jobs.without_schedule(resumed["metrics"]) == pytest.approx(metrics, rel=1e-3, abs=1e-5)
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(resumed["weights"][name], weight, atol=1e-4, rtol=1e-3, msg=name)
 
