@@ -27,6 +27,7 @@ from megagent.errors import ConfigError, InfrastructureError
 from megagent.model_source import hf_config_of
 from megagent.parallel.degrees import degrees_of
 from megagent.parallel.models import architecture_of
+from megagent.parallel.reshard import checksum
 from megagent.parallel.reshard.spec import SyncPlan, SyncSpec, make_sync_plan
 from megagent.parallel.reshard.vllm import Workers
 from megagent.paths import expanded
@@ -60,6 +61,7 @@ def open_bridge(config: Config, platform: str, placement: Placement, actor: Rank
         workers=Workers(tp=config.rollout.tp, engines=config.rollout.engines),
         source_dtype=DTYPES[config.model.dtype],
         target_dtype=DTYPES[config.model.dtype],
+        timeout_s=config.cluster.timeout_s,
         **placement.devices(actor.nodes(), rollout.nodes()),
     )
     plan = make_sync_plan(spec, architecture_of(hf_config_of(config.model.path)))
@@ -178,8 +180,9 @@ class WeightBridge:
             raise InfrastructureError(f"the workers hold weights of versions {found} instead of {version}")
         if not self.checksums:
             return
-        sent = self._wait(actor.calls("checksums"), "checksums of the weights").values()
-        if wrong := differing(list(sent), [report["checksums"] for report in reports]):
+        sent = self._wait(actor.calls("weight_checksums"), "checksums of the weights").values()
+        received = {worker: report["checksums"] for worker, report in enumerate(reports)}
+        if wrong := checksum.differences(checksum.merge(sent), received):
             more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise InfrastructureError(f"checksums differ of {', '.join(wrong[:SHOWN])}{more}")
 
@@ -188,22 +191,6 @@ class WeightBridge:
 
     def close(self) -> None:
         """Nothing is left behind: shared memory and groups end with the processes."""
-
-
-def differing(sent: Sequence[Mapping[int, Mapping[str, int]]], received: Sequence[Mapping[str, int]]) -> list[str]:
-    """The tensors, each with its worker, of which not everything arrived as it was sent.
-
-    sent: of each rank, worker -> tensor -> sum over what it sent; received: of each worker, tensor -> sum; modulo 2^64.
-    """
-    wrong = []
-    for worker, sums in enumerate(received):
-        expected: dict[str, int] = {}
-        for parts in sent:
-            for name, value in parts.get(worker, {}).items():
-                expected[name] = expected.get(name, 0) + value
-        names = sorted(expected.keys() | sums.keys())
-        wrong += [f"{name} of worker {worker}" for name in names if (expected.get(name, 0) - sums.get(name, 0)) % 2**64]
-    return wrong
 
 
 class FileBridge:
