@@ -49,7 +49,9 @@ def assert_trained(run: LiveRun) -> None:
     record = iteration_record(run, 1)
     # Sampler and trainer hold the same weights in fp32: their log-probs differ by rounding only.
     assert record["sampler/log_prob_diff/max"] < 1e-4
+    assert record["sampler/alarm"] == 0
     assert record["sync/version"] == 2
+    assert record["sync/bytes"] == record.get("sync/bytes_minimum", record["sync/bytes"])
     assert record["rollout/rows"] >= 8
     assert record["episode/length/mean"] >= 1
     assert record["actor/lr"] > 0
@@ -136,8 +138,16 @@ def test_bad_input_ends_before_anything_starts(
     assert not (tmp_path / "run").exists()  # refused before the run folder, hence before Ray
 
 
-@pytest.mark.parametrize("overrides", [("parallel=tp2_pp2",), ("rollout.tp=2",)], ids=" ".join)
-def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel=tp2_pp2", "rollout.sync_checksums=true"),
+        ("rollout.tp=2", "rollout.sync=gloo", "rollout.placement=disaggregated"),
+        ("rollout.sync=gather",),
+    ],
+    ids=" ".join,
+)
+def test_other_layouts_and_ways_of_the_weights_run_the_same_job(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = finished(tmp_path / "run", *overrides)
     assert_trained(run)
     assert run.leftovers(within_s=PATIENCE_S) == []
