@@ -22,6 +22,7 @@ from megagent.model_source import ASSETS, BUILTIN, hf_config_of, local_folder
 from megagent.observe.run_folder import already_holds_run, holds_run
 from megagent.parallel.degrees import degrees_of, training_problems
 from megagent.parallel.models import Architecture, architecture_of
+from megagent.parallel.reshard.vllm import Workers
 from megagent.paths import expanded
 from megagent.rollout.prompts import PROMPTS
 
@@ -313,31 +314,14 @@ def _check_split(config: Config, architecture: Architecture, model: str, faults:
 
 
 def _check_rollout_split(config: Config, architecture: Architecture, model: str, faults: Faults) -> None:
-    for problem in _rollout_problems(architecture, config.rollout.tp):
-        faults.add(problem + _fitting("rollout.tp", model, lambda tp: not _rollout_problems(architecture, tp)))
+    """Adds why an engine cannot hold the model, with the degrees that can."""
+    for problem in Workers(config.rollout.tp).problems(architecture):
+        faults.add(problem + _fitting("rollout.tp", model, lambda tp: not Workers(tp).problems(architecture)))
 
 
 def _fitting(key: str, model: str, fits: Callable[[int], bool]) -> str:
     found = [str(value) for value in range(1, 65) if fits(value)]
     return f" ({model}: {key}={_listed(found, 'or')})" if found else ""
-
-
-def _rollout_problems(architecture: Architecture, tp: int) -> list[str]:
-    """Every reason why a vLLM engine of tp ranks cannot hold the model; vLLM pads the vocabulary itself."""
-    columns = (architecture.ffn, "feed-forward columns")
-    if architecture.experts is not None:
-        columns = (architecture.experts.ffn, "feed-forward columns of an expert")
-    found = [
-        f"rollout.tp={tp} does not divide the {number} {what}; use one that does"
-        for number, what in ((architecture.heads, "attention heads"), columns)
-        if number % tp
-    ]
-    if architecture.kv_heads % tp and tp % architecture.kv_heads:
-        found.append(
-            f"rollout.tp={tp} neither divides the {architecture.kv_heads} key/value heads nor is a multiple of them; "
-            "use one that is"
-        )
-    return found
 
 
 def _check_cluster(config: Config, faults: Faults) -> None:
