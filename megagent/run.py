@@ -185,6 +185,9 @@ class Run:
         self.metrics |= self.actor.update(rows.select(*(name for name in columns if name in rows)))
 
     def sync(self) -> None:
+        """The engines serve the actor's weights, on devices that are theirs again until `hand_over`."""
+        if self.config.rollout.placement == "colocated":
+            self.actor.free_memory()
         self.metrics |= self.bridge.sync(self.actor, self.rollout)
 
     # --- records -----------------------------------------------------------------------------------------------------
