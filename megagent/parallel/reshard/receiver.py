@@ -65,7 +65,8 @@ class WorkerCalls:
         return self.weight_transfer_engine.check(path, version)
 
     def weight_version(self) -> int | None:
-        """Version of the weights that this worker computes with."""
+        """Version of the weights that this worker computes with, None for those of the checkpoint, -1 after a sync that
+        failed on its way."""
         return self.weight_transfer_engine.version
 
     def weight_report(self) -> dict[str, Any] | None:
