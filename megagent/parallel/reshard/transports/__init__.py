@@ -53,8 +53,10 @@ def _check(transport: str, plan: SyncPlan, copies: Any, device: torch.device, re
         problems.append(f"it moves weights on {DEVICES[transport]}, and these are on {device.type}")
     if transport in PEERS and rendezvous is None:
         problems.append("trainer and engines have to be told a rendezvous, [host, port]")
+    spec = plan.spec
+    if transport == "nccl" and (shared := set(spec.sources) & set(spec.targets)):
+        problems.append(f"NCCL has one process on a GPU, and trainer and engines share {len(shared)}")
     if transport in MAPPED:
-        spec = plan.spec
         pairs = {(copy.source_rank, copy.target_rank) for copy in copies}
         apart = sorted({(spec.sources[one].node, spec.targets[other].node) for one, other in pairs})
         if apart := [f"{one} and {other}" for one, other in apart if one != other]:
