@@ -122,13 +122,14 @@ class Ways:
     packing, seconds of packing, bytes that the workers count); the last two 0 where there are none."""
 
     def __init__(self, trainers: Any, engine: Any, made: SyncPlan, transport: str, folder: Path) -> None:
-        from tests.parallel.reshard.ends import Link, free_port
+        from tests.parallel.pool import free_ports
+        from tests.parallel.reshard.ends import Link
         from tests.parallel.reshard.plain_copies import plain_open
 
         self.trainers, self.engine, self.folder = trainers, engine, folder
         self.link = Link(trainers, engine, made, transport)
         mapped = str(folder) if transport == "shared_memory" else None
-        rendezvous = None if mapped else ["127.0.0.1", free_port()]
+        rendezvous = None if mapped else ["127.0.0.1", free_ports(1)[0]]
         traffic = dict(made.plan.traffic)
         trainers.call(plain_open, traffic, mapped, rendezvous)
         engine.call("plain_open", list(traffic.items()), mapped, rendezvous)

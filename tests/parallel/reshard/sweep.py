@@ -151,7 +151,7 @@ class Sweep:
     def __init__(self, name: str, folder: Path, engines: Sequence[int] = ENGINES) -> None:
         self.name = name
         self.folder = MODELS[name].write(folder / "model")
-        self.architecture = architecture_of(hf_config_of(self.folder))
+        self.architecture = architecture_of(hf_config_of(str(self.folder)))
         self.out = folder
         self.version = 0
         self.engines = [Engine(self.folder, tp) for tp in engines]
