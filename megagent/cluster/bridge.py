@@ -70,28 +70,32 @@ def open_bridge(config: Config, platform: str, placement: Placement, actor: Rank
 
 
 def choose_transport(sync: str, platform: str, plan: SyncPlan, placement: str) -> str:
-    """The transport of rollout.sync; for auto, memory that is read where it lies, as long as each worker's own node
-    holds all that it needs (on CUDA: on the GPUs that both share), else from peer to peer.
+    """The transport of rollout.sync. For auto, memory is read where it lies if each worker's own node holds all that it
+    needs (on CUDA: on GPUs that both share); else peers send, by Gloo where NCCL would have two processes on a GPU.
 
-    Raises ConfigError for a transport of another platform or one that ends at the node where that does not do.
+    Raises ConfigError for a transport that does not serve the platform or the places of ranks and workers.
     """
     pairs = {(copy.source_rank, copy.target_rank) for copy in plan.plan.copies}
     far = sorted(pair for pair in pairs if plan.spec.distance(*pair) > 1)
-    mapped, peers = (
-        next(name for name, (of, ends) in SYNCS.items() if of == platform and ends is at_node)
-        for at_node in (True, False)
-    )
+    own_gpus = platform == "cuda" and placement == "disaggregated"
+    peers = "nccl" if own_gpus else "gloo"
     if sync == "auto":
-        return peers if far or (platform == "cuda" and placement == "disaggregated") else mapped
-    if SYNCS[sync][0] != platform:
-        raise ConfigError([f"rollout.sync={sync}: is not for {platform}, on which this run is; use auto"])
-    if sync == mapped and far:
+        mapped = "cuda_ipc" if platform == "cuda" else "shared_memory"
+        return peers if far or own_gpus else mapped
+    platforms, at_node = SYNCS[sync]
+    problem = None
+    if platform not in platforms:
+        problem = f"is not for {platform}, on which this run is; use auto"
+    elif sync == "nccl" and not own_gpus:
+        problem = "has one process on a GPU, and ranks and engines share each; use auto"
+    elif at_node and far:
         source, target = far[0]
         problem = (
-            f"rollout.sync={sync}: reads memory of its own node, and worker {target} needs weights of rank {source} on "
-            f"another ({len(far)} such pairs); use auto or {peers}"
+            f"reads memory of its own node, and worker {target} needs weights of rank {source} on another "
+            f"({len(far)} such pairs); use auto or {peers}"
         )
-        raise ConfigError([problem])
+    if problem is not None:
+        raise ConfigError([f"rollout.sync={sync}: {problem}"])
     return sync
 
 

@@ -44,9 +44,17 @@ def test_weights_are_read_where_they_lie_on_one_node(platform: str, placement: s
     assert choose_transport("auto", platform, plan_of("aa", "a"), placement) == chosen
 
 
-@pytest.mark.parametrize(("platform", "chosen"), [("cpu", "gloo"), ("cuda", "nccl")])
-def test_peers_send_where_a_worker_needs_what_another_node_has(platform: str, chosen: str) -> None:
-    assert choose_transport("auto", platform, plan_of("ab", "a"), "colocated") == chosen
+@pytest.mark.parametrize(
+    ("platform", "placement", "chosen"),
+    [
+        ("cpu", "colocated", "gloo"),
+        ("cpu", "disaggregated", "gloo"),
+        ("cuda", "colocated", "gloo"),  # NCCL has one process on a GPU
+        ("cuda", "disaggregated", "nccl"),
+    ],
+)
+def test_peers_send_where_a_worker_needs_what_another_node_has(platform: str, placement: str, chosen: str) -> None:
+    assert choose_transport("auto", platform, plan_of("ab", "a"), placement) == chosen
 
 
 def test_replicas_on_every_node_keep_the_traffic_there() -> None:
@@ -65,8 +73,13 @@ def test_a_transport_of_another_platform_is_refused_when_that_is_known() -> None
         choose_transport("nccl", "cpu", plan_of("a", "a"), "colocated")
 
 
+def test_nccl_is_refused_where_ranks_and_engines_share_gpus() -> None:
+    with pytest.raises(ConfigError, match="rollout.sync=nccl: has one process on a GPU"):
+        choose_transport("nccl", "cuda", plan_of("a", "a"), "colocated")
+
+
 def test_the_configuration_knows_the_transports_as_they_are() -> None:
-    assert {name: platform for name, (platform, _) in SYNCS.items()} == transports.DEVICES
+    assert {name: platforms for name, (platforms, _) in SYNCS.items()} == transports.DEVICES
     assert {name for name, (_, at_node) in SYNCS.items() if at_node} == set(transports.MAPPED)
 
 
