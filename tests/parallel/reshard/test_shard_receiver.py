@@ -20,7 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from megagent.errors import InfrastructureError, MegagentError
 from megagent.parallel.degrees import Degrees
 from megagent.parallel.models import architecture_of
-from megagent.parallel.reshard import checksum
+from megagent.parallel.reshard import checksum, shard_receiver, vllm
 from megagent.parallel.reshard.apply import Incoming, InPlace, LiveTensor
 from megagent.parallel.reshard.boxes import whole
 from megagent.parallel.reshard.plan import BYTES, Copy
@@ -32,6 +32,7 @@ from megagent.parallel.reshard.vllm import Workers
 
 PROMPT = list(range(7, 40))
 HERE = Device("here")
+TERMS = SyncSpec(Degrees(tp=2, pp=2, dp=2), Workers(tp=2), "F32", "F32", (HERE,) * 8, (HERE,) * 2, buffer_bytes=9000)
 SECONDS = 300.0
 SLOW = pytest.mark.slow
 
@@ -246,9 +247,6 @@ def assert_computes_with(engine: Engine, model: Qwen2ForCausalLM) -> None:
     torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)
 
 
-TERMS = SyncSpec(Degrees(tp=2, pp=2, dp=2), Workers(tp=2), "F32", "F32", (HERE,) * 8, (HERE,) * 2, buffer_bytes=9000)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("receiver")
@@ -268,29 +266,71 @@ def trainer(folder: Path) -> Trainer:
     return Trainer(folder / "model", TERMS)
 
 
-@SLOW
+@pytest.fixture
+def agreeing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ShardReceiver:
+    """Worker 1 of 2, whose model is what the terms make of it, before it has been told of them."""
+    group = SimpleNamespace(rank_in_group=1)
+    monkeypatch.setattr(shard_receiver, "get_tp_group", lambda: group)
+    monkeypatch.setattr(shard_receiver, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
+    config = json.loads((folder / "model" / "config.json").read_text())
+    tensors = vllm.layout(architecture_of(config), TERMS.workers, "F32").tensors[1]
+    layer = torch.nn.Identity()
+    found = {tensor.name: LiveTensor(tensor, layer, "weight", (), kept=True) for tensor in tensors}
+    monkeypatch.setattr(shard_receiver.live, "describe", lambda model: found)
+    parallel = SimpleNamespace(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        enable_expert_parallel=False,
+        data_parallel_size=1,
+        prefill_context_parallel_size=1,
+    )
+    model = SimpleNamespace(model=str(folder / "model"))
+    return ShardReceiver(None, SimpleNamespace(parallel_config=parallel, model_config=model), torch.device("cpu"), None)
+
+
+def init(receiver: ShardReceiver, info: Mapping[str, Any]) -> None:
+    receiver.init_transfer_engine(receiver.parse_init_info(dict(info)))
+
+
+def test_terms_that_fit_are_agreed_on(agreeing: ShardReceiver, folder: Path) -> None:
+    trainer = Trainer(folder / "model", TERMS)
+    init(agreeing, trainer.init_info())
+    agreeing._end.open(trainer.offer(1), 1)
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda info: {**info, "digest": "0" * 64}, "plans the weight sync otherwise"),
-        (lambda info: {**info, "engine": 1}, "engine 1 of 1"),
-        (lambda info: {**info, "spec": replace(TERMS, workers=Workers(tp=1), targets=(HERE,)).as_json()}, "rollout.tp"),
-        (lambda info: {**info, "transport": "pigeon"}, "no such transport"),
+        ({"digest": "0" * 64}, "plans the weight sync otherwise"),
+        ({"engine": 1}, "engine 1 of 1"),
+        (
+            {"spec": replace(TERMS, workers=Workers(tp=1), targets=(HERE,)).as_json()},
+            r"\(2, 1, False\), and the .* \(1, 1",
+        ),
+        ({"transport": "pigeon"}, "no such transport"),
     ],
 )
-def test_terms_that_are_not_the_engines_are_refused(engine: Engine, trainer: Trainer, change: Any, fault: str) -> None:
-    with pytest.raises(Exception, match=fault):
-        engine.init(change(trainer.init_info()))
+def test_terms_that_are_not_the_engines_are_refused(
+    agreeing: ShardReceiver, trainer: Trainer, change: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(MegagentError, match=fault):
+        init(agreeing, {**trainer.init_info(), **change})
 
 
-@SLOW
-def test_a_dtype_that_the_model_has_not_is_refused_by_name(engine: Engine, folder: Path) -> None:
+def test_a_dtype_that_the_model_has_not_is_refused_by_name(agreeing: ShardReceiver, folder: Path) -> None:
     half = Trainer(folder / "model", replace(TERMS, target_dtype="BF16"))
-    with pytest.raises(Exception, match=r"model\.embed_tokens\.weight is F32 in the model, BF16 in the plan"):
-        engine.init(half.init_info())
+    with pytest.raises(MegagentError, match=r"model\.embed_tokens\.weight is F32 in the model, BF16 in the plan"):
+        init(agreeing, half.init_info())
+
+
+def test_an_engine_of_several_replicas_is_refused(agreeing: ShardReceiver, trainer: Trainer) -> None:
+    agreeing.parallel_config.data_parallel_size = 2
+    with pytest.raises(MegagentError, match="data_parallel_size=2"):
+        init(agreeing, trainer.init_info())
 
 
 @SLOW
+@pytest.mark.timeout(900)
 def test_the_engine_computes_with_the_trainers_weights_after_each_sync(
     engine: Engine, trainer: Trainer, folder: Path
 ) -> None:
@@ -307,14 +347,3 @@ def test_the_engine_computes_with_the_trainers_weights_after_each_sync(
         received = {worker: report["checksums"] for worker, report in enumerate(reports)}
         assert checksum.differences(trainer.checksums(), received) == []
         assert_computes_with(engine, model)
-
-
-@SLOW
-def test_a_version_that_is_not_newer_is_refused_and_changes_nothing(engine: Engine, trainer: Trainer) -> None:
-    engine.init(trainer.init_info())
-    before = engine.log_probs()
-    [held, _] = engine.call("weight_version")
-    with pytest.raises(Exception, match="not newer than the engine's version"):
-        engine.sync(held, trainer.offer(held))
-    assert engine.call("weight_version") == [held] * 2
-    assert torch.equal(engine.log_probs()[1], before[1])
