@@ -143,7 +143,6 @@ def test_bad_input_ends_before_anything_starts(
     [
         ("parallel=tp2_pp2", "rollout.sync_checksums=true"),
         ("rollout.tp=2", "rollout.sync=gloo", "rollout.placement=disaggregated"),
-        ("rollout.sync=gather",),
     ],
     ids=" ".join,
 )
@@ -153,8 +152,8 @@ def test_other_layouts_and_ways_of_the_weights_run_the_same_job(tmp_path: Path, 
     assert run.leftovers(within_s=PATIENCE_S) == []
 
 
-def test_ppo_trains_with_a_critic_on_two_replicas(tmp_path: Path) -> None:
-    run = finished(tmp_path / "run", "parallel=dp2", "algo=ppo")
+def test_ppo_trains_with_a_critic_on_two_replicas_and_two_engines(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", "parallel=dp2", "algo=ppo", "rollout.engines=2")
     assert_trained(run)
     record = iteration_record(run, 1)
     assert record["critic/lr"] > 0
@@ -164,10 +163,12 @@ def test_ppo_trains_with_a_critic_on_two_replicas(tmp_path: Path) -> None:
 
 
 def test_another_environment_is_trained_by_the_same_loop(tmp_path: Path) -> None:
-    """Sokoban, two iterations; nobody expects the tiny model, which has never seen a room, to win."""
+    """Sokoban, two iterations, with weights through a file; nobody expects the tiny model, which has never seen a room,
+    to win."""
     run = finished(
         tmp_path / "run",
         "experiment=sokoban_tiny",
+        "rollout.sync=gather",
         "trainer.iterations=2",
         "env.max_steps=4",
         "env.moves=4",
