@@ -46,6 +46,10 @@ class LiveTensor:
 class Target(Protocol):
     """Where received tensors go."""
 
+    def begin(self) -> None:
+        """A new sync; what one that failed has left is forgotten."""
+        ...
+
     def open(self, name: str) -> Tensor:
         """Where the elements of a tensor go, in the shape that the plan says; its padding is zero."""
         ...
@@ -64,6 +68,9 @@ class InPlace:
 
     def __init__(self, live: Mapping[str, LiveTensor]) -> None:
         self._live = live
+
+    def begin(self) -> None:
+        pass
 
     def open(self, name: str) -> Tensor:
         return _padded(self._live[name].parameter.data, self._live[name].tensor)
@@ -89,7 +96,11 @@ class Repacked:
         for name, each in live.items():
             for user in each.users:
                 self._names.setdefault(id(user), set()).add(name)
-        self._missing = {user: set(names) for user, names in self._names.items()}  # those not closed yet
+        self._missing: dict[int, set[str]] = {}  # those of them not closed yet
+
+    def begin(self) -> None:
+        self._fresh.clear()
+        self._missing = {user: set(names) for user, names in self._names.items()}
 
     def open(self, name: str) -> Tensor:
         live = self._live[name]
@@ -120,7 +131,6 @@ class Repacked:
                 live.parameter.data = fresh  # the parameter keeps what vLLM's own loaders know of it
             else:
                 setattr(layer, live.attribute, nn.Parameter(fresh, requires_grad=False))
-        self._missing[id(layer)] = set(names)  # for the next sync
         repack(layer)
         for name, fresh in taken.items():
             if _owners(fresh) == alone[name]:
@@ -159,6 +169,7 @@ class Incoming:
         another.
         """
         report, start = Report(version), time.perf_counter()
+        target.begin()
         left, opened = self._copies.copy(), {name: target.open(name) for name in self._padding}
         self._close(target, list(opened), report)
 

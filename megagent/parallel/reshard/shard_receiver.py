@@ -73,8 +73,14 @@ class ShardReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Raises MegagentError for terms that are not this engine's, a plan that is not the trainer's, and a model that
-        is not what was planned; TypeError or KeyError for terms that are none."""
-        spec = SyncSpec.from_json(init_info.spec)
+        is not what was planned."""
+        try:
+            spec = SyncSpec.from_json(init_info.spec)
+        except (TypeError, KeyError) as error:
+            raise MegagentError(
+                f"the terms of the weight sync cannot be read ({error}); pass what SyncSpec.as_json says, from the same "
+                "version of megagent."
+            ) from error
         rank = self._rank(spec, init_info.engine)
         plan = make_sync_plan(spec, self._architecture())
         if plan.digest != init_info.digest:

@@ -174,6 +174,23 @@ def test_weights_that_changed_while_they_were_read_are_an_error() -> None:
         Incoming(ROUNDS, 0, live).receive(End(NEW, changed=True), Repacked(live), 1)
 
 
+def test_a_whole_sync_mends_what_a_broken_one_has_left() -> None:
+    layer, live = linear()
+    incoming, target = Incoming(ROUNDS, 0, live), Repacked(live)
+
+    class Ending(End):
+        def fetch(self, copies: Iterable[Copy], destination: Destination) -> int:
+            if self.rounds:
+                raise InfrastructureError("the trainer is gone")
+            return super().fetch(copies, destination)
+
+    with pytest.raises(InfrastructureError, match="gone"):
+        incoming.receive(Ending({name: -tensor for name, tensor in NEW.items()}), target, 1)
+    incoming.receive(End(NEW), target, 1)
+    assert layer.packed.tolist() == [[2.0, 4.0], [6.0, 8.0]]
+    assert layer.added.tolist() == [5.0, 6.0]
+
+
 def test_one_layer_is_fresh_at_a_time_where_one_follows_the_other() -> None:
     layers = [Layer(torch.zeros(1, 2)) for _ in range(3)]
     live = {

@@ -308,6 +308,7 @@ def test_terms_that_fit_are_agreed_on(agreeing: ShardReceiver, folder: Path) -> 
             r"\(2, 1, False\), and the .* \(1, 1",
         ),
         ({"transport": "pigeon"}, "no such transport"),
+        ({"spec": {"degrees": {}}}, "cannot be read .*SyncSpec.as_json"),
     ],
 )
 def test_terms_that_are_not_the_engines_are_refused(
