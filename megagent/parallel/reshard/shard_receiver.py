@@ -78,7 +78,7 @@ class ShardReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             spec = SyncSpec.from_json(init_info.spec)
         except (TypeError, KeyError) as error:
             raise MegagentError(
-                f"the terms of the weight sync cannot be read ({error}); pass what SyncSpec.as_json says, from the same "
+                f"the terms of the weight sync cannot be read ({error}); pass what SyncSpec.as_json says, of the same "
                 "version of megagent."
             ) from error
         rank = self._rank(spec, init_info.engine)
