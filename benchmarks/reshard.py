@@ -55,8 +55,11 @@ def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=7, help="of every way")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="megagent-reshard-", dir="/dev/shm") as folder:  # shared memory of the node
-        figures = measure(Path(folder), options)
+    with (
+        tempfile.TemporaryDirectory(prefix="megagent-reshard-") as folder,
+        tempfile.TemporaryDirectory(prefix="megagent-reshard-", dir="/dev/shm") as shared,
+    ):
+        figures = measure(Path(folder) / "model", Path(shared), options)
     bars = {"every byte moves once": figures["bytes_over_minimum"] == 1.0}
     for name in TRANSPORTS:
         bars[f"{name}: at most 1.5 x a plain copy"] = figures[f"{name}_over_plain"] <= SLOWER
@@ -65,8 +68,9 @@ def main() -> int:
     return close("reshard", figures | projected, bars | of_projection)
 
 
-def measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Both ends, and the medians of all ways."""
+def measure(folder: Path, shared: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Both ends, and the medians of all ways. folder: for the model; shared: in shared memory of the node."""
+    from megagent.model_source import hf_config_of
     from megagent.parallel.models import architecture_of
     from tests.parallel import jobs
     from tests.parallel.pool import RankPool
@@ -75,19 +79,19 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     from tests.parallel.reshard.sweep import bytes_held, plan_of
 
     rounds = 2 if options.quick else options.rounds
-    write_model(folder / "model", CONFIG | (QUICK if options.quick else {}))
-    config = jobs.laid_out(folder / "model", {"tp": 2})
+    write_model(folder, CONFIG | (QUICK if options.quick else {}))
+    config = jobs.laid_out(folder, {"tp": 2})
     config.model.dtype = "bf16"
-    made = plan_of(config, architecture_of(json.loads((folder / "model" / "config.json").read_text())), 2, "BF16")
+    made = plan_of(config, architecture_of(hf_config_of(str(folder))), 2, "BF16")
     pool = RankPool(2)
     trainers = Trainers(pool, config, trains=False)
-    engine = Engine(folder / "model", 2, "bfloat16", PlainReceiver, digests=False)
+    engine = Engine(folder, 2, "bfloat16", PlainReceiver, digests=False)
     figures: dict[str, float] = {"gigabytes": sum(made.plan.traffic.values()) / 1e9}
     moved, packing = [], []
     try:
         version = 0
         for transport in TRANSPORTS:
-            ways = Ways(trainers, engine, made, transport, folder)
+            ways = Ways(trainers, engine, made, transport, shared)
             seconds: dict[str, list[float]] = {"plain": [], "sync": [], "gather": []}
             for number in range(rounds + 1):  # the first is for warmth: pages that are touched for the first time
                 for way, taken in seconds.items():
@@ -121,14 +125,15 @@ class Ways:
     """One transport's plain copy and sync, and the gather path. Each takes a version and returns (seconds without
     packing, seconds of packing, bytes that the workers count); the last two 0 where there are none."""
 
-    def __init__(self, trainers: Any, engine: Any, made: SyncPlan, transport: str, folder: Path) -> None:
-        from tests.parallel.reshard.ends import Link, free_port
+    def __init__(self, trainers: Any, engine: Any, made: SyncPlan, transport: str, shared: Path) -> None:
+        from tests.parallel.pool import free_ports
+        from tests.parallel.reshard.ends import Link
         from tests.parallel.reshard.plain_copies import plain_open
 
-        self.trainers, self.engine, self.folder = trainers, engine, folder
+        self.trainers, self.engine, self.shared = trainers, engine, shared
         self.link = Link(trainers, engine, made, transport)
-        mapped = str(folder) if transport == "shared_memory" else None
-        rendezvous = None if mapped else ["127.0.0.1", free_port()]
+        mapped = str(shared) if transport == "shared_memory" else None
+        rendezvous = None if mapped else ["127.0.0.1", free_ports(1)[0]]
         traffic = dict(made.plan.traffic)
         trainers.call(plain_open, traffic, mapped, rendezvous)
         engine.call("plain_open", list(traffic.items()), mapped, rendezvous)
@@ -149,7 +154,7 @@ class Ways:
         return time.perf_counter() - start - packing, packing, sum(report["bytes"] for report in reports)
 
     def gather(self, version: int) -> tuple[float, float, int]:
-        file = self.folder / "gathered.safetensors"
+        file = self.shared / "gathered.safetensors"
         start = time.perf_counter()
         self.trainers.call("publish_weights", str(file), version)
         packing = max(packed for _, packed in self.engine.call("load_golden", str(file), version))

@@ -167,12 +167,12 @@ RANGES: Mapping[str, Range] = {
 NOT_EMPTY = ("experiment_name", "model.path", "trainer.run_dir", "sft.output", "rollout.sync_dir")
 
 
-# How weights come to the engines: transport -> (platform it is of, whether it ends at the node)
-SYNCS: Mapping[str, tuple[str, bool]] = {
-    "shared_memory": ("cpu", True),
-    "cuda_ipc": ("cuda", True),
-    "gloo": ("cpu", False),
-    "nccl": ("cuda", False),
+# How weights come to the engines: transport -> (platforms it serves, whether it ends at the node)
+SYNCS: Mapping[str, tuple[tuple[str, ...], bool]] = {
+    "shared_memory": (("cpu",), True),
+    "cuda_ipc": (("cuda",), True),
+    "gloo": (("cpu", "cuda"), False),
+    "nccl": (("cuda",), False),
 }
 
 
@@ -315,8 +315,9 @@ def _check_split(config: Config, architecture: Architecture, model: str, faults:
 
 
 def _check_rollout_split(config: Config, architecture: Architecture, model: str, faults: Faults) -> None:
-    for problem in Workers(tp=config.rollout.tp).problems(architecture):
-        faults.add(problem + _fitting("rollout.tp", model, lambda tp: not Workers(tp=tp).problems(architecture)))
+    """Adds why an engine cannot hold the model, with the degrees that can."""
+    for problem in Workers(config.rollout.tp).problems(architecture):
+        faults.add(problem + _fitting("rollout.tp", model, lambda tp: not Workers(tp).problems(architecture)))
 
 
 def _fitting(key: str, model: str, fits: Callable[[int], bool]) -> str:
@@ -374,12 +375,18 @@ def _check_sync(config: Config, faults: Faults) -> None:
     sync, cluster = config.rollout.sync, config.cluster
     if sync not in SYNCS or not faults.sound("rollout.sync", "cluster.platform"):
         return
-    platform, one_node = SYNCS[sync]
-    if cluster.platform not in ("auto", platform):
-        others = [name for name, (other, _) in SYNCS.items() if other == cluster.platform]
+    platforms, one_node = SYNCS[sync]
+    if cluster.platform not in ("auto", *platforms):
+        others = [name for name, (served, _) in SYNCS.items() if cluster.platform in served]
         faults.add(
-            f"rollout.sync={sync}: is for cluster.platform={platform}, and it is {cluster.platform}; use "
-            f"{_listed(['auto', *others], 'or')}",
+            f"rollout.sync={sync}: is for cluster.platform={_listed(list(platforms), 'or')}, and it is "
+            f"{cluster.platform}; use {_listed(['auto', *others], 'or')}",
+            "rollout.sync",
+        )
+    elif sync == "nccl" and config.rollout.placement == "colocated":
+        faults.add(
+            "rollout.sync=nccl: NCCL has one process on a GPU, and with rollout.placement=colocated rank and engine "
+            "share each; use auto, or rollout.placement=disaggregated",
             "rollout.sync",
         )
     elif one_node and cluster.nodes > 1 and config.rollout.placement == "disaggregated":

@@ -33,6 +33,7 @@ from megagent.rollout.episode import Episode, step_rows
 from megagent.rollout.metrics import (
     AGREEMENT_MAX,
     disagreement,
+    require_version,
     rollout_metrics,
     sampler_metrics,
     validation_metrics,
@@ -102,12 +103,14 @@ class Run:
         return self.config.trainer.tasks_per_iteration * self.config.env.rollout.n
 
     def collect(self, iteration: int, progress: Callable[[int], None]) -> list[Episode]:
-        """env.rollout.n episodes of each of the iteration's tasks, and a greedy one if the estimator asks for it."""
+        """env.rollout.n episodes of each of the iteration's tasks, sampled with the newest weights, and a greedy one if the
+        estimator asks for it."""
         trainer = self.config.trainer
         tasks = self.world.draw("train", trainer.tasks_per_iteration, trainer.seed, iteration)
         seed = trainer.seed * 100_003 + iteration
         n, temperature, cut = self.config.env.rollout.n, self.config.rollout.temperature, self.collector.prompts.cut
         episodes = self.collector.collect(tasks, n, temperature, seed, progress, self.config.plays_greedily)
+        require_version(episodes, self.bridge.version)
         self.metrics["rollout/cut_prompts"] = float(self.collector.prompts.cut - cut)
         return episodes
 
@@ -184,6 +187,9 @@ class Run:
         self.metrics |= self.actor.update(rows.select(*(name for name in columns if name in rows)), self.iteration)
 
     def sync(self) -> None:
+        """The engines serve the actor's weights, on devices that are theirs again until `hand_over`."""
+        if self.config.rollout.placement == "colocated":
+            self.actor.free_memory()
         self.metrics |= self.bridge.sync(self.actor, self.rollout)
 
     # --- records -----------------------------------------------------------------------------------------------------

@@ -246,11 +246,12 @@ def test_engines_on_gpus_of_their_own_need_them_beside_those_of_the_ranks() -> N
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("rollout.sync=shared_memory",), "is for cluster.platform=cpu, and it is cuda; use auto, cuda_ipc or nccl"),
+        (("rollout.sync=shared_memory",), "is for cluster.platform=cpu, and it is cuda; use auto, cuda_ipc, gloo or"),
         (
             ("cluster.platform=cpu", "rollout.sync=nccl"),
             "is for cluster.platform=cuda, and it is cpu; use auto, shared",
         ),
+        (("rollout.sync=nccl",), "NCCL has one process on a GPU, and with rollout.placement=colocated"),
         (("rollout.sync=rdma",), "use auto, shared_memory, cuda_ipc, gloo, nccl or gather"),
     ],
 )

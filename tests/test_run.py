@@ -129,23 +129,36 @@ def test_log_probs_that_are_no_numbers_are_a_disagreement() -> None:
     assert "step 3 of goal/7/1" in line
 
 
-class Sleepers:
-    """Stands in for the engines."""
+class Shared:
+    """Stands in for ranks, engines and bridge: notes who gives up or takes the devices."""
 
-    slept = 0
+    def __init__(self) -> None:
+        self.seen: list[str] = []
 
     def sleep(self) -> None:
-        self.slept += 1
+        self.seen.append("engines sleep")
+
+    def free_memory(self) -> None:
+        self.seen.append("ranks free memory")
+
+    def sync(self, *_: Any) -> dict[str, float]:
+        self.seen.append("sync")
+        return {}
 
 
-@pytest.mark.parametrize(("placement", "times"), [("colocated", 1), ("disaggregated", 0)])
-def test_engines_sleep_while_the_trainer_works_where_they_share_its_devices(placement: str, times: int) -> None:
+@pytest.mark.parametrize(
+    ("placement", "course"),
+    [("colocated", ["engines sleep", "ranks free memory", "sync"]), ("disaggregated", ["sync"])],
+)
+def test_ranks_and_engines_take_turns_on_the_devices_that_they_share(placement: str, course: list[str]) -> None:
     config = Config()
     config.rollout.placement = placement
-    absent: dict[str, Any] = dict.fromkeys(("folder", "recorder", "world", "actor", "collector", "bridge"))
-    engines: Any = Sleepers()
-    Run(config=config, rollout=engines, **absent).hand_over()
-    assert engines.slept == times
+    absent: dict[str, Any] = dict.fromkeys(("folder", "recorder", "world", "collector"))
+    shared: Any = Shared()
+    run = Run(config=config, rollout=shared, actor=shared, bridge=shared, **absent)
+    run.hand_over()
+    run.sync()
+    assert shared.seen == course
 
 
 class Critic:

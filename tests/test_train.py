@@ -49,7 +49,9 @@ def assert_trained(run: LiveRun) -> None:
     record = iteration_record(run, 1)
     # Sampler and trainer hold the same weights in fp32: their log-probs differ by rounding only.
     assert record["sampler/log_prob_diff/max"] < 1e-4
+    assert record["sampler/alarm"] == 0
     assert record["sync/version"] == 2
+    assert record["sync/bytes"] == record.get("sync/bytes_minimum", record["sync/bytes"])
     assert record["rollout/rows"] >= 8
     assert record["episode/length/mean"] >= 1
     assert record["actor/lr"] > 0
@@ -136,8 +138,15 @@ def test_bad_input_ends_before_anything_starts(
     assert not (tmp_path / "run").exists()  # refused before the run folder, hence before Ray
 
 
-@pytest.mark.parametrize("overrides", [("parallel=tp2_pp2",), ("rollout.tp=2", "algo=remax")], ids=" ".join)
-def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel=tp2_pp2", "rollout.sync_checksums=true"),
+        ("rollout.tp=2", "rollout.sync=gloo", "rollout.placement=disaggregated", "algo=remax"),
+    ],
+    ids=" ".join,
+)
+def test_other_layouts_and_ways_of_the_weights_run_the_same_job(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = finished(tmp_path / "run", *overrides)
     assert_trained(run)
     # remax plays a greedy episode of each task beside the others; their metrics are not mixed.
@@ -146,7 +155,7 @@ def test_other_layouts_run_the_same_job(tmp_path: Path, overrides: tuple[str, ..
 
 
 def test_ppo_trains_with_a_critic_on_two_replicas_that_share_rows_by_tokens(tmp_path: Path) -> None:
-    run = finished(tmp_path / "run", "parallel=dp2", "algo=ppo", "trainer.micro_batch_tokens=2048")
+    run = finished(tmp_path / "run", "parallel=dp2", "rollout.engines=2", "algo=ppo", "trainer.micro_batch_tokens=2048")
     assert_trained(run)
     record = iteration_record(run, 1)
     assert 0 < record["schedule/padding_waste"] < 0.5
@@ -158,10 +167,12 @@ def test_ppo_trains_with_a_critic_on_two_replicas_that_share_rows_by_tokens(tmp_
 
 
 def test_another_environment_is_trained_by_the_same_loop(tmp_path: Path) -> None:
-    """Sokoban, two iterations; nobody expects the tiny model, which has never seen a room, to win."""
+    """Sokoban, two iterations, with weights through a file; nobody expects the tiny model, which has never seen a room,
+    to win."""
     run = finished(
         tmp_path / "run",
         "experiment=sokoban_tiny",
+        "rollout.sync=gather",
         "trainer.iterations=2",
         "env.max_steps=4",
         "env.moves=4",

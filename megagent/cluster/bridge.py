@@ -27,6 +27,7 @@ from megagent.errors import ConfigError, InfrastructureError
 from megagent.model_source import hf_config_of
 from megagent.parallel.degrees import degrees_of
 from megagent.parallel.models import architecture_of
+from megagent.parallel.reshard import checksum
 from megagent.parallel.reshard.spec import SyncPlan, SyncSpec, make_sync_plan
 from megagent.parallel.reshard.vllm import Workers
 from megagent.paths import expanded
@@ -60,6 +61,7 @@ def open_bridge(config: Config, platform: str, placement: Placement, actor: Rank
         workers=Workers(tp=config.rollout.tp, engines=config.rollout.engines),
         source_dtype=DTYPES[config.model.dtype],
         target_dtype=DTYPES[config.model.dtype],
+        timeout_s=config.cluster.timeout_s,
         **placement.devices(actor.nodes(), rollout.nodes()),
     )
     plan = make_sync_plan(spec, architecture_of(hf_config_of(config.model.path)))
@@ -68,28 +70,32 @@ def open_bridge(config: Config, platform: str, placement: Placement, actor: Rank
 
 
 def choose_transport(sync: str, platform: str, plan: SyncPlan, placement: str) -> str:
-    """The transport of rollout.sync; for auto, memory that is read where it lies, as long as each worker's own node
-    holds all that it needs (on CUDA: on the GPUs that both share), else from peer to peer.
+    """The transport of rollout.sync. For auto, memory is read where it lies if each worker's own node holds all that it
+    needs (on CUDA: on GPUs that both share); else peers send, by Gloo where NCCL would have two processes on a GPU.
 
-    Raises ConfigError for a transport of another platform or one that ends at the node where that does not do.
+    Raises ConfigError for a transport that does not serve the platform or the places of ranks and workers.
     """
     pairs = {(copy.source_rank, copy.target_rank) for copy in plan.plan.copies}
     far = sorted(pair for pair in pairs if plan.spec.distance(*pair) > 1)
-    mapped, peers = (
-        next(name for name, (of, ends) in SYNCS.items() if of == platform and ends is at_node)
-        for at_node in (True, False)
-    )
+    own_gpus = platform == "cuda" and placement == "disaggregated"
+    peers = "nccl" if own_gpus else "gloo"
     if sync == "auto":
-        return peers if far or (platform == "cuda" and placement == "disaggregated") else mapped
-    if SYNCS[sync][0] != platform:
-        raise ConfigError([f"rollout.sync={sync}: is not for {platform}, on which this run is; use auto"])
-    if sync == mapped and far:
+        mapped = "cuda_ipc" if platform == "cuda" else "shared_memory"
+        return peers if far or own_gpus else mapped
+    platforms, at_node = SYNCS[sync]
+    problem = None
+    if platform not in platforms:
+        problem = f"is not for {platform}, on which this run is; use auto"
+    elif sync == "nccl" and not own_gpus:
+        problem = "has one process on a GPU, and ranks and engines share each; use auto"
+    elif at_node and far:
         source, target = far[0]
         problem = (
-            f"rollout.sync={sync}: reads memory of its own node, and worker {target} needs weights of rank {source} on "
-            f"another ({len(far)} such pairs); use auto or {peers}"
+            f"reads memory of its own node, and worker {target} needs weights of rank {source} on another "
+            f"({len(far)} such pairs); use auto or {peers}"
         )
-        raise ConfigError([problem])
+    if problem is not None:
+        raise ConfigError([f"rollout.sync={sync}: {problem}"])
     return sync
 
 
@@ -178,8 +184,9 @@ class WeightBridge:
             raise InfrastructureError(f"the workers hold weights of versions {found} instead of {version}")
         if not self.checksums:
             return
-        sent = self._wait(actor.calls("checksums"), "checksums of the weights").values()
-        if wrong := differing(list(sent), [report["checksums"] for report in reports]):
+        sent = self._wait(actor.calls("weight_checksums"), "checksums of the weights").values()
+        received = {worker: report["checksums"] for worker, report in enumerate(reports)}
+        if wrong := checksum.differences(checksum.merge(sent), received):
             more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise InfrastructureError(f"checksums differ of {', '.join(wrong[:SHOWN])}{more}")
 
@@ -188,22 +195,6 @@ class WeightBridge:
 
     def close(self) -> None:
         """Nothing is left behind: shared memory and groups end with the processes."""
-
-
-def differing(sent: Sequence[Mapping[int, Mapping[str, int]]], received: Sequence[Mapping[str, int]]) -> list[str]:
-    """The tensors, each with its worker, of which not everything arrived as it was sent.
-
-    sent: of each rank, worker -> tensor -> sum over what it sent; received: of each worker, tensor -> sum; modulo 2^64.
-    """
-    wrong = []
-    for worker, sums in enumerate(received):
-        expected: dict[str, int] = {}
-        for parts in sent:
-            for name, value in parts.get(worker, {}).items():
-                expected[name] = expected.get(name, 0) + value
-        names = sorted(expected.keys() | sums.keys())
-        wrong += [f"{name} of worker {worker}" for name in names if (expected.get(name, 0) - sums.get(name, 0)) % 2**64]
-    return wrong
 
 
 class FileBridge:

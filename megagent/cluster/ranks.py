@@ -162,6 +162,10 @@ class RankGroup:
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
 
+    def free_memory(self) -> None:
+        """Give back what torch keeps of the devices' memory: others are about to need it."""
+        self._call("free_memory")
+
     def nodes(self) -> list[str]:
         """Ray's id of the node of each rank."""
         calls = {f"rank {rank}": actor.node.remote() for rank, actor in enumerate(self.actors)}

@@ -180,6 +180,12 @@ class Rank:
         self._withdraw_weights()
         return checkpoint.load(self.policy, Path(folder), self._critic)
 
+    def free_memory(self) -> None:
+        """Give back what torch keeps of the device's memory for later. Not collective."""
+        import torch
+
+        torch.cuda.empty_cache()  # where there is no CUDA, nothing happens
+
     def close(self) -> None:
         """Leave the process groups. Another Rank may be set up in this process afterwards."""
         self._close_sync()

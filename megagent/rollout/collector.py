@@ -138,6 +138,7 @@ class Collector:
                     admissible=projection.admissible,
                     valid=projection.valid,
                     reward=result.reward,
+                    version=generation.version,
                 )
             )
             history.add(observation.page, projection.action)

@@ -168,6 +168,7 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """Colocated only: lets running responses end, then gives up weights and cache until the next sync."""
+        self._engine()
         with self._changing("falling asleep", self._residency.sleep()):
             await self._fall_asleep()
 

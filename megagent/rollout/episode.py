@@ -25,6 +25,7 @@ class Step:
     admissible: bool  # the page offered the action
     valid: bool  # what the penalty goes by: both, unless env.compat has it otherwise
     reward: float = 0.0
+    version: int | None = None  # of the weights that the response was sampled with
 
 
 @dataclass

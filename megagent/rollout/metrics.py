@@ -9,6 +9,7 @@ import torch
 
 from megagent.algos.penalty import valid_action_ratio
 from megagent.batch import StepBatch
+from megagent.errors import InfrastructureError
 from megagent.observe.intervals import wilson_interval
 from megagent.rollout.episode import Episode
 
@@ -94,6 +95,16 @@ def disagreement(rows: StepBatch, most: float) -> str | None:
 def _difference(rows: StepBatch) -> torch.Tensor:
     """Sampler's log-prob less trainer's of every response token; [tokens]."""
     return (rows["rollout_log_probs"].values - rows["old_log_probs"].values).double()
+
+
+def require_version(episodes: Sequence[Episode], version: int) -> None:
+    """Raises InfrastructureError if any response was sampled with weights of another version."""
+    found = {step.version for episode in episodes for step in episode.steps} - {version}
+    if found:
+        raise InfrastructureError(
+            f"responses were sampled with weights of versions {sorted(found, key=str)}, and version {version} was "
+            "synced; the batch would not be on-policy. Start the run again with trainer.resume=true."
+        )
 
 
 def validation_metrics(episodes: Sequence[Episode], greedy: bool) -> dict[str, float]:

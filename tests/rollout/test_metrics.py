@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megagent.batch import Jagged, StepBatch, objects
-from megagent.rollout.metrics import ROWS_NAMED, disagreement, sampler_metrics
+from megagent.envs.base import Task
+from megagent.errors import InfrastructureError
+from megagent.rollout.episode import Episode, Step
+from megagent.rollout.metrics import ROWS_NAMED, disagreement, require_version, sampler_metrics
 
 
 def batch(differences: list[list[float]], masked: Collection[tuple[int, int]] = ()) -> StepBatch:
@@ -72,3 +76,29 @@ def test_a_row_that_was_copied_is_named_once() -> None:
     text = disagreement(rows.take(torch.tensor([0, 1, 1])), most=0.5)
     assert text is not None
     assert text.count("goal/1") == 1
+
+
+def played(*versions: int | None) -> list[Episode]:
+    step = Step(
+        page="",
+        prompt_ids=[],
+        response_ids=[],
+        log_probs=[],
+        text="",
+        action="",
+        parsed=True,
+        admissible=True,
+        valid=True,
+    )
+    steps = [replace(step, version=version) for version in versions]
+    return [Episode(Task("goal", "train", "1"), "goal/1/0", steps)]
+
+
+def test_responses_of_the_synced_weights_are_on_policy() -> None:
+    require_version(played(3, 3), version=3)
+
+
+@pytest.mark.parametrize("other", [2, None])
+def test_a_response_of_other_weights_is_not_trained_on(other: int | None) -> None:
+    with pytest.raises(InfrastructureError, match=rf"versions \[{other}\], and version 3 was synced"):
+        require_version(played(3, other), version=3)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megagent.parallel.reshard.boxes import LocalTensor
+from megagent.parallel.reshard.boxes import LocalTensor, Shape
 from megagent.parallel.reshard.plan import Copy
 from megagent.parallel.reshard.rounds import Rounds
 from megagent.parallel.reshard.transports.base import DTYPES, ReceiverEnd
@@ -46,6 +46,10 @@ class LiveTensor:
 class Target(Protocol):
     """Where received tensors go."""
 
+    def begin(self) -> None:
+        """A new sync; what one that failed has left is forgotten."""
+        ...
+
     def open(self, name: str) -> Tensor:
         """Where the elements of a tensor go, in the shape that the plan says; its padding is zero."""
         ...
@@ -65,6 +69,9 @@ class InPlace:
     def __init__(self, live: Mapping[str, LiveTensor]) -> None:
         self._live = live
 
+    def begin(self) -> None:
+        pass
+
     def open(self, name: str) -> Tensor:
         return _padded(self._live[name].parameter.data, self._live[name].tensor)
 
@@ -78,23 +85,31 @@ class InPlace:
 
 
 class Repacked:
-    """Fresh tensors, taken over layer by layer. One layer's are held at a time where one follows the other."""
+    """Fresh tensors, taken over layer by layer. One layer's are held at a time where one follows the other, and their
+    memory, which the system has already given, is used for the next layer's."""
 
     def __init__(self, live: Mapping[str, LiveTensor]) -> None:
         self._live = live
         self._fresh: dict[str, Tensor] = {}
+        self._spare: dict[tuple[Shape, str], list[Tensor]] = {}  # (shape, dtype) -> tensors that no layer has kept
         self._names: dict[int, set[str]] = {}  # of a layer: the tensors that it computes with
         for name, each in live.items():
             for user in each.users:
                 self._names.setdefault(id(user), set()).add(name)
-        self._missing = {user: set(names) for user, names in self._names.items()}  # those not closed yet
+        self._missing: dict[int, set[str]] = {}  # those of them not closed yet
+
+    def begin(self) -> None:
+        self._fresh.clear()
+        self._missing = {user: set(names) for user, names in self._names.items()}
 
     def open(self, name: str) -> Tensor:
         live = self._live[name]
         if live.kept:
             return _padded(live.parameter.data, live.tensor)
-        fresh = self._fresh[name] = torch.empty(live.tensor.shape, dtype=DTYPES[live.tensor.dtype])
-        return _padded(fresh, live.tensor)
+        shape, dtype = live.tensor.shape, live.tensor.dtype
+        spare = self._spare.get((shape, dtype))
+        self._fresh[name] = spare.pop() if spare else torch.empty(shape, dtype=DTYPES[dtype])
+        return _padded(self._fresh[name], live.tensor)
 
     def close(self, name: str) -> None:
         for user in self._live[name].users:
@@ -104,18 +119,23 @@ class Repacked:
                 self._take_over(user)
 
     def settle(self) -> None:
-        pass
+        self._spare.clear()
 
     def _take_over(self, layer: nn.Module) -> None:
         names = self._names[id(layer)]
-        for name in names & self._fresh.keys():
-            fresh, live = self._fresh.pop(name), self._live[name]
+        taken = {name: self._fresh.pop(name) for name in names & self._fresh.keys()}
+        alone = {name: _owners(fresh) for name, fresh in taken.items()}
+        for name, fresh in taken.items():
+            live = self._live[name]
             if live.parameter.shape == fresh.shape:
                 live.parameter.data = fresh  # the parameter keeps what vLLM's own loaders know of it
             else:
                 setattr(layer, live.attribute, nn.Parameter(fresh, requires_grad=False))
-        self._missing[id(layer)] = set(names)  # for the next sync
         repack(layer)
+        for name, fresh in taken.items():
+            if _owners(fresh) == alone[name]:
+                tensor = self._live[name].tensor
+                self._spare.setdefault((tensor.shape, tensor.dtype), []).append(fresh)
 
 
 @dataclass
@@ -149,6 +169,7 @@ class Incoming:
         another.
         """
         report, start = Report(version), time.perf_counter()
+        target.begin()
         left, opened = self._copies.copy(), {name: target.open(name) for name in self._padding}
         self._close(target, list(opened), report)
 
@@ -160,9 +181,10 @@ class Incoming:
                 {name: target.open(name) for name in {copy.target: None for copy in copies} if name not in opened}
             )
             report.bytes += end.fetch(copies, destination)
-            for copy in copies if checksum else ():
-                total = report.checksums.get(copy.target, 0) + checksum(copy, destination(copy))
-                report.checksums[copy.target] = total % 2**64
+            if checksum is not None:
+                for copy in copies:
+                    total = report.checksums.get(copy.target, 0) + checksum(copy, destination(copy))
+                    report.checksums[copy.target] = total % 2**64
             left.subtract(copy.target for copy in copies)
             done = [name for name in {copy.target: None for copy in copies} if not left[name]]
             for name in done:
@@ -189,9 +211,15 @@ def repack(layer: Any) -> None:
 def forget_packed_experts(layer: Any) -> None:
     """Makes an experts layer pack its weights again. vLLM 0.32 does so only for a layer that has no kernel yet: on CPU
     weights of a later load would be computed with unpacked, and the result silently be wrong."""
-    method = getattr(layer, "quant_method", None)
+    method: Any = getattr(layer, "quant_method", None)
     if getattr(method, "moe_kernel", None) is not None:
         method.moe_kernel = None
+
+
+def _owners(tensor: Tensor) -> int:
+    """How many tensors and others hold the memory of this one: a layer may compute with it where none of its parameters
+    shows it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _padded(tensor: Tensor, layout: LocalTensor) -> Tensor:

@@ -12,13 +12,9 @@ import os
 import threading
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-if TYPE_CHECKING:
-    from megagent.parallel.reshard.file_receiver import FileReceiver
-    from megagent.parallel.reshard.shard_receiver import ShardReceiver
 
 BACKEND = "megagent"
 FILE_BACKEND = "megagent_file"
@@ -62,14 +58,15 @@ def end_with_parent() -> None:
 class WorkerCalls:
     """Methods that vLLM mixes into its worker (`worker_extension_cls`), so that `collective_rpc` reaches them."""
 
-    weight_transfer_engine: FileReceiver | ShardReceiver
+    weight_transfer_engine: Any  # a FileReceiver or a ShardReceiver
 
     def check_weights(self, path: str, version: int) -> str | None:
         """What is wrong with a weights file for this worker's model, or None. Touches nothing. `megagent_file` only."""
         return self.weight_transfer_engine.check(path, version)
 
     def weight_version(self) -> int | None:
-        """Version of the weights that this worker computes with."""
+        """Version of the weights that this worker computes with, None for those of the checkpoint, -1 after a sync that
+        failed on its way."""
         return self.weight_transfer_engine.version
 
     def weight_report(self) -> dict[str, Any] | None:

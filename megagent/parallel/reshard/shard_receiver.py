@@ -32,6 +32,8 @@ from megagent.parallel.reshard.spec import SyncSpec, make_sync_plan
 from megagent.parallel.reshard.transports import receiver_end
 from megagent.parallel.reshard.transports.base import ReceiverEnd
 
+MIXED = -1  # the version of a model with weights of several
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -56,23 +58,29 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class ShardReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Takes this worker's share of every tensor from the trainer ranks that hold it.
 
-    A sync that fails leaves layers of two versions behind: `version` is only set by a sync that ended well, and the
-    owner of the engine has to end it, or to sync it again, before it generates.
+    A sync that fails on the way leaves layers of two versions behind, and `version` is MIXED then: the owner of the
+    engine has to end it, or to sync it again, before it generates.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    version: int | None = None  # of the weights that were received last, None for those of the checkpoint
+    version: int | None = None  # of the weights that were received last, None for those of the checkpoint, or MIXED
     report: Report | None = None  # of the last sync
     _end: ReceiverEnd | None = None
     _received: Report | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Raises MegagentError for terms that are not this engine's, a plan that is not the trainer's, and a model that
-        is not what was planned; TypeError or KeyError for terms that are none."""
-        spec = SyncSpec.from_json(init_info.spec)
+        is not what was planned."""
+        try:
+            spec = SyncSpec.from_json(init_info.spec)
+        except (TypeError, KeyError) as error:
+            raise MegagentError(
+                f"the terms of the weight sync cannot be read ({error}); pass what SyncSpec.as_json says, of the same "
+                "version of megagent."
+            ) from error
         rank = self._rank(spec, init_info.engine)
         plan = make_sync_plan(spec, self._architecture())
         if plan.digest != init_info.digest:
@@ -108,6 +116,7 @@ class ShardReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         start = time.perf_counter()
         self._end.open({int(rank): offer for rank, offer in update_info.offers.items()}, version)
         opening = time.perf_counter() - start
+        self.version = MIXED
         self._received = self._incoming.receive(
             self._end, self._target, version, copy_checksum if update_info.checksums else None
         )

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ import torch
 from megagent.config import Config
 from megagent.parallel.reshard.receiver import WorkerCalls
 from megagent.parallel.reshard.spec import SyncPlan
-from tests.parallel.pool import JobFailed, RankPool
+from tests.parallel.pool import JobFailed, RankPool, free_ports
 
 SECONDS = 300.0  # the deadline of every single wait: generous, the machine may be busy
 Call = str | Callable[..., Any]
@@ -224,7 +223,7 @@ class Engine:
             enable_prefix_caching=False,
             distributed_executor_backend="mp",
             disable_log_stats=True,
-            weight_transfer_config={"backend": os.environ.get("C4", "megagent_file")},
+            weight_transfer_config={"backend": "megagent"},
             worker_extension_cls=f"{recorder.__module__}.{recorder.__qualname__}",
         )
         self.call("record", digests)
@@ -262,7 +261,7 @@ class Link:
 
     def __init__(self, trainers: Trainers, engine: Engine, made: SyncPlan, transport: str) -> None:
         self.trainers, self.engine = trainers, engine
-        rendezvous = ["127.0.0.1", free_port()] if transport in ("gloo", "nccl") else None
+        rendezvous = ["127.0.0.1", free_ports(1)[0]] if transport in ("gloo", "nccl") else None
         spec = made.spec.as_json()
         trainers.ask("open_sync", spec, transport, rendezvous)
         init = {"spec": spec, "engine": 0, "transport": transport, "digest": made.digest, "rendezvous": rendezvous}
@@ -279,9 +278,3 @@ class Link:
         self.engine.llm.finish_weight_update(weight_version=str(version))
         self.trainers.answers()
         return self.engine.call("weight_report")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

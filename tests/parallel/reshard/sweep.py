@@ -58,24 +58,19 @@ class Model:
     def mixes(self) -> bool:
         return self.family in families.MIXTURES
 
-    def write(self, folder: Path) -> Path:
-        """Random weights whose biases and norms are not the trivial ones."""
+    @property
+    def config(self) -> Any:
+        """As transformers has it."""
         import transformers
 
-        mixture = {"num_experts_per_tok": 2} | {
-            "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True},
-            "mixtral": {"num_local_experts": 4, "sliding_window": None},
-        }.get(self.family, {})
-        classes = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"} | {
-            "qwen3_moe": "Qwen3Moe",
-            "mixtral": "Mixtral",
-        }
-        config = getattr(transformers, f"{classes[self.family]}Config")
-        families.save_model(config(**_SIZES | (mixture if self.mixes else {}) | dict(self.changes)), folder)
-        return folder
+        bases = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
+        base = (bases | {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"})[self.family]
+        settings = _SIZES | dict(self.changes) | {"architectures": [f"{base}ForCausalLM"]}
+        return getattr(transformers, f"{base}Config")(**settings)
 
 
 TIED = {"tie_word_embeddings": True}
+EXPERTS = {"num_experts_per_tok": 2}
 MODELS: dict[str, Model] = {
     "qwen2": Model("qwen2", {}),  # its q, k and v have biases
     "qwen2-tied-1kv": Model("qwen2", {**TIED, "num_key_value_heads": 1}),  # fewer key/value heads than any tp > 1
@@ -84,8 +79,8 @@ MODELS: dict[str, Model] = {
     "llama-biases": Model("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 130}),
     "llama-tied-1kv": Model("llama", {**TIED, "num_key_value_heads": 1}),
     "mistral": Model("mistral", {"sliding_window": None}),
-    "qwen3_moe": Model("qwen3_moe", {}),
-    "mixtral": Model("mixtral", {}),
+    "qwen3_moe": Model("qwen3_moe", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}),
+    "mixtral": Model("mixtral", {**EXPERTS, "num_local_experts": 4, "sliding_window": None}),
 }
 
 
@@ -150,8 +145,9 @@ class Sweep:
 
     def __init__(self, name: str, folder: Path, engines: Sequence[int] = ENGINES) -> None:
         self.name = name
-        self.folder = MODELS[name].write(folder / "model")
-        self.architecture = architecture_of(hf_config_of(self.folder))
+        self.folder = folder / "model"
+        families.save_model(MODELS[name].config, self.folder)
+        self.architecture = architecture_of(hf_config_of(str(self.folder)))
         self.out = folder
         self.version = 0
         self.engines = [Engine(self.folder, tp) for tp in engines]

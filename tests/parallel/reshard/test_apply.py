@@ -174,6 +174,23 @@ def test_weights_that_changed_while_they_were_read_are_an_error() -> None:
         Incoming(ROUNDS, 0, live).receive(End(NEW, changed=True), Repacked(live), 1)
 
 
+def test_a_whole_sync_mends_what_a_broken_one_has_left() -> None:
+    layer, live = linear()
+    incoming, target = Incoming(ROUNDS, 0, live), Repacked(live)
+
+    class Ending(End):
+        def fetch(self, copies: Iterable[Copy], destination: Destination) -> int:
+            if self.rounds:
+                raise InfrastructureError("the trainer is gone")
+            return super().fetch(copies, destination)
+
+    with pytest.raises(InfrastructureError, match="gone"):
+        incoming.receive(Ending({name: -tensor for name, tensor in NEW.items()}), target, 1)
+    incoming.receive(End(NEW), target, 1)
+    assert layer.packed.tolist() == [[2.0, 4.0], [6.0, 8.0]]
+    assert layer.added.tolist() == [5.0, 6.0]
+
+
 def test_one_layer_is_fresh_at_a_time_where_one_follows_the_other() -> None:
     layers = [Layer(torch.zeros(1, 2)) for _ in range(3)]
     live = {
@@ -192,3 +209,49 @@ def test_one_layer_is_fresh_at_a_time_where_one_follows_the_other() -> None:
     Incoming(rounds, 0, live).receive(Watching({name: torch.ones(1, 2) for name in live}), target, 1)
     assert most == 1
     assert target._fresh == {}
+
+
+def test_memory_that_a_layer_has_not_kept_serves_the_next_one_and_is_given_back() -> None:
+    layers = [Layer(torch.zeros(1, 2), torch.zeros(1)) for _ in range(3)]
+    live = {
+        f"{part}-{number}": LiveTensor(whole(f"{part}-{number}", shape), layer, part, (layer,), kept=False)
+        for number, layer in enumerate(layers)
+        for part, shape in (("weight", (1, 2)), ("bias", (1,)))
+    }
+    target, addresses = Repacked(live), {}
+
+    class Watching(End):
+        def fetch(self, copies: Iterable[Copy], destination: Destination) -> int:
+            addresses.update({copy.target: destination(copy).data_ptr() for copy in copies})
+            return super().fetch(copies, destination)
+
+    rounds = tuple((copy_of(name, each.tensor.shape),) for name, each in live.items())
+    sources = {name: torch.full(each.tensor.shape, float(number)) for number, (name, each) in enumerate(live.items())}
+    Incoming(rounds, 0, live).receive(Watching(sources), target, 1)
+    assert len({addresses[f"weight-{number}"] for number in range(3)}) == 1  # packed, and dropped
+    assert len({addresses[f"bias-{number}"] for number in range(3)}) == 3  # the layers' own
+    assert [(layer.packed.tolist(), layer.bias.tolist()) for layer in layers] == [
+        ([[0.0, 0.0]], [1.0]),
+        ([[4.0, 4.0]], [3.0]),
+        ([[8.0, 8.0]], [5.0]),
+    ]
+    assert target._spare == {}
+
+
+def test_memory_that_a_layer_holds_without_a_parameter_is_its_own() -> None:
+    """As kernels do that compute with the weight as it is while the layer drops the parameter."""
+    layers = [Layer(torch.zeros(1, 2)) for _ in range(2)]
+    for layer in layers:
+
+        def hold(layer: Any) -> None:
+            layer.held = layer.weight.detach()
+            layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+        layer.quant_method.process_weights_after_loading = hold
+    live = {
+        str(number): LiveTensor(whole(str(number), (1, 2)), layer, "weight", (layer,), kept=False)
+        for number, layer in enumerate(layers)
+    }
+    rounds = tuple((copy_of(name, (1, 2)),) for name in live)
+    Incoming(rounds, 0, live).receive(End({"0": torch.ones(1, 2), "1": torch.zeros(1, 2)}), Repacked(live), 1)
+    assert [layer.held.tolist() for layer in layers] == [[[1.0, 1.0]], [[0.0, 0.0]]]

@@ -17,7 +17,9 @@ from megagent.parallel.reshard.transports.peers import Group, PeerReceiver, Peer
 
 MAPPED = ("shared_memory", "cuda_ipc")  # the receiver reads the trainer's tensors where they lie; one node
 PEERS = ("gloo", "nccl")  # both sides send and receive; any nodes
-DEVICES = {"shared_memory": "cpu", "cuda_ipc": "cuda", "gloo": "cpu", "nccl": "cuda"}
+# Where weights lie that it can move. Gloo's messages lie in host memory, so it also serves GPUs: the way for those of
+# several nodes that trainer and engines share, where NCCL cannot be.
+DEVICES = {"shared_memory": ("cpu",), "cuda_ipc": ("cuda",), "gloo": ("cpu", "cuda"), "nccl": ("cuda",)}
 
 
 def sender_end(
@@ -27,7 +29,7 @@ def sender_end(
 
     Raises MegagentError if this transport cannot carry the plan.
     """
-    device = next((tensor.device for tensor in tensors.values()), torch.device(DEVICES.get(transport, "cpu")))
+    device = next((tensor.device for tensor in tensors.values()), torch.device(DEVICES.get(transport, ("cpu",))[0]))
     _check(transport, plan, plan.plan.sends(rank), device, rendezvous)
     if transport in MAPPED:
         return MappedSender(tensors, _memory(transport, device))
@@ -49,18 +51,20 @@ def _check(transport: str, plan: SyncPlan, copies: Any, device: torch.device, re
     if transport not in DEVICES:
         raise MegagentError(f"rollout.sync={transport}: there is no such transport; use one of {', '.join(DEVICES)}")
     problems = []
-    if device.type != DEVICES[transport]:
-        problems.append(f"it moves weights on {DEVICES[transport]}, and these are on {device.type}")
+    if device.type not in DEVICES[transport]:
+        problems.append(f"it moves weights on {' or '.join(DEVICES[transport])}, and these are on {device.type}")
     if transport in PEERS and rendezvous is None:
         problems.append("trainer and engines have to be told a rendezvous, [host, port]")
+    spec = plan.spec
+    if transport == "nccl" and (shared := set(spec.sources) & set(spec.targets)):
+        problems.append(f"NCCL has one process on a GPU, and trainer and engines share {len(shared)}")
     if transport in MAPPED:
-        spec = plan.spec
         pairs = {(copy.source_rank, copy.target_rank) for copy in copies}
         apart = sorted({(spec.sources[one].node, spec.targets[other].node) for one, other in pairs})
         if apart := [f"{one} and {other}" for one, other in apart if one != other]:
             problems.append(f"it reads within one node, and weights go between {', '.join(apart)}")
     if problems:
-        others = [name for name in DEVICES if DEVICES[name] == device.type and name != transport]
+        others = [name for name in DEVICES if device.type in DEVICES[name] and name != transport]
         raise MegagentError(f"rollout.sync={transport}: {'; '.join(problems)}; or use {' or '.join(others)}")
 
 
@@ -73,4 +77,6 @@ def _group(
 ) -> Group:
     assert rendezvous is not None  # _check
     size = len(plan.spec.sources) + len(plan.spec.targets)
+    if transport == "gloo":
+        device = torch.device("cpu")
     return Group(transport, number, size, rendezvous, device, plan.spec.timeout_s)
