@@ -103,8 +103,10 @@ class Run:
         return self.config.trainer.tasks_per_iteration * self.config.env.rollout.n
 
     def collect(self, iteration: int, progress: Callable[[int], None]) -> list[Episode]:
-        """env.rollout.n episodes of each of the iteration's tasks, sampled with the newest weights, and a greedy one if the
-        estimator asks for it."""
+        """env.rollout.n episodes of each of the iteration's tasks, sampled with the newest weights.
+
+        And a greedy one of each, if the estimator asks for it.
+        """
         trainer = self.config.trainer
         tasks = self.world.draw("train", trainer.tasks_per_iteration, trainer.seed, iteration)
         seed = trainer.seed * 100_003 + iteration

@@ -225,10 +225,11 @@ def test_a_greedy_episode_of_each_task_is_played_only_if_the_estimator_asks(esti
     asked: list[Any] = []
     collector: Any = SimpleNamespace(prompts=SimpleNamespace(cut=0), collect=lambda *call: asked.append(call) or [])
     world: Any = SimpleNamespace(draw=lambda *_: ["task"])
-    absent: dict[str, Any] = dict.fromkeys(("folder", "recorder", "actor", "rollout", "bridge"))
+    absent: dict[str, Any] = dict.fromkeys(("folder", "recorder", "actor", "rollout"))
+    bridge: Any = SimpleNamespace(version=1)
 
     def progress(episodes: int) -> None: ...
 
-    run = Run(config=config, world=world, collector=collector, **absent)
+    run = Run(config=config, world=world, collector=collector, bridge=bridge, **absent)
     run.collect(iteration=2, progress=progress)
     assert asked == [(["task"], 3, config.rollout.temperature, 2, progress, greedy)]
