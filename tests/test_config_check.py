@@ -192,6 +192,12 @@ def test_key_value_heads_that_neither_divide_nor_are_divided_are_refused(tmp_pat
     assert "rollout.tp=3 neither divides the 4 key/value heads nor is a multiple of them" in found
 
 
+def test_a_vocabulary_that_an_engine_cannot_share_out_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path, num_key_value_heads=3, intermediate_size=4863, vocab_size=100)
+    found = only_problem(model, "parallel=single", "rollout.tp=3", "rollout.engines=1", "cluster=cpu")
+    assert "rollout.tp=3 does not divide the 128 padded vocabulary entries" in found
+
+
 def test_a_model_of_no_known_family_is_refused(tmp_path: Path) -> None:
     found = only_problem(write_model(tmp_path, architectures=["MambaForCausalLM"]))
     assert "MambaForCausalLM" in found
