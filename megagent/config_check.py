@@ -119,8 +119,9 @@ RANGES: Mapping[str, Range] = {
     "algo.kl_coef": NOT_NEGATIVE,
     "algo.kl_target": NOT_NEGATIVE,
     "algo.kl_horizon": AT_LEAST_ONE,
-    "algo.sampler_ratio_max": ABOVE_ZERO,
-    "algo.sampler_ratio_min": NOT_NEGATIVE,
+    # Sampler and trainer agree at a ratio of 1: limits on one side of it would hold back what is right.
+    "algo.sampler_ratio_max": AT_LEAST_ONE,
+    "algo.sampler_ratio_min": SHARE,
     "env.max_steps": AT_LEAST_ONE,
     "env.history_length": NOT_NEGATIVE,
     "env.success_reward": ABOVE_ZERO,

@@ -21,6 +21,8 @@ ESTIMATORS = (
     "step_returns",
     "gae",
 )
+# They need no other episode of the task; the others compare, and an estimator added elsewhere is taken to.
+ALONE = ("reinforce_pp", "remax", "gae")
 NORMS = ("mean_norm", "mean_std_norm")
 BASELINES = ("step", "trajectory")
 STEP_GROUPS = ("exact", "similar")
@@ -50,6 +52,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algo.adjust": ADJUSTMENTS,
 }
 
+# What an adjustment would do to an episode whose steps are read one after the other.
+_MISREAD = {
+    "copy": "a copied row is a step that its episode took twice",
+    "delete": "a deleted row takes its reward out of its episode",
+}
+
 
 def algo_problems(config: Config) -> list[str]:
     """Sentences (value, rule, fix) for algo.* keys that are sound by themselves and do not go together."""
@@ -70,10 +78,16 @@ def algo_problems(config: Config) -> list[str]:
             problems.append(
                 f"algo.compat=verl_agent: the reference has no {', '.join(differing)}; set them so, or algo.compat=none"
             )
-    if algo.estimator == "gae" and algo.gae_over == "steps" and algo.adjust == "copy":
+    if algo.estimator == "gae" and algo.gae_over == "steps" and algo.adjust in _MISREAD:
         problems.append(
-            "algo.adjust=copy: a copied row is a step that its episode took twice, and algo.estimator=gae runs along "
-            "the steps; use algo.adjust=pad"
+            f"algo.adjust={algo.adjust}: {_MISREAD[algo.adjust]}, and algo.estimator=gae runs along the steps; use "
+            "algo.adjust=pad"
+        )
+    warmup = config.critic.warmup_iterations
+    if config.has_critic and warmup >= config.trainer.iterations:
+        problems.append(
+            f"critic.warmup_iterations={warmup}: the policy would learn in none of trainer.iterations="
+            f"{config.trainer.iterations}; use fewer"
         )
     if algo.kl_target and algo.kl_in != "reward":
         problems.append(
@@ -92,10 +106,5 @@ def algo_problems(config: Config) -> list[str]:
     if 0 < algo.dual_clip <= 1:
         problems.append(
             f"algo.dual_clip={algo.dual_clip}: at a ratio of 1 it would hold back every bad token; use 3, or 0 for none"
-        )
-    if algo.sampler_ratio_min > algo.sampler_ratio_max:
-        problems.append(
-            f"algo.sampler_ratio_min={algo.sampler_ratio_min} is above algo.sampler_ratio_max="
-            f"{algo.sampler_ratio_max}, so every token would be masked; lower it"
         )
     return problems

@@ -11,6 +11,7 @@ from megagent.algos.advantages import estimate_advantages
 from megagent.algos.correction import correct_for_sampler
 from megagent.algos.groups import number
 from megagent.algos.kl import charge_kl
+from megagent.algos.finite import require_finite
 from megagent.algos.penalty import apply_invalid_action_penalty, fines
 from megagent.algos.returns import discounted_returns
 from megagent.algos.rewards import place_episode_reward
@@ -54,7 +55,9 @@ def charge(batch: StepBatch, algo: AlgoConfig, kl_coef: float | None = None) -> 
     """Rows with returns, token_rewards and log-probs, less penalty and KL, with advantages.
 
     kl_coef: the coefficient of the KL in the reward where it is adapted, algo.kl_coef by default.
+    Raises BatchError that names what is not a finite number (see require_finite).
     """
+    require_finite(batch)
     batch = penalise(batch, algo)
     if algo.kl_in == "reward" and algo.kl_coef:
         batch = charge_kl(batch, algo.kl_estimator, algo.kl_coef if kl_coef is None else kl_coef)

@@ -134,8 +134,10 @@ def adapted_kl_coef(coef: float, kl: float, episodes: int, algo: AlgoConfig) -> 
 def resumed_kl_coef(records: Iterable[Mapping[str, float]], episodes: int, algo: AlgoConfig) -> float:
     """The coefficient after the iterations in `records`, metrics in order: the last one says what it was and did.
 
-    So the controller needs no place in a checkpoint.
+    So the controller needs no place in a checkpoint. Without a target it is algo.kl_coef, whatever it was before.
     """
+    if not algo.kl_target:
+        return algo.kl_coef
     last = None
     for record in records:
         if KL_METRIC in record and KL_COEF_METRIC in record:

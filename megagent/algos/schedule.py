@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm
 from typing import TYPE_CHECKING, NamedTuple
 
+from megagent.algos.choices import ALONE
+
 if TYPE_CHECKING:
     from megagent.config import Config
 
@@ -131,7 +133,7 @@ def schedule_problems(sizes: ScheduleSizes, names: Mapping[str, str] | None = No
                 f"({named.get('dp', 'dp')} {sizes.dp} x {named.get(field, field)} {value}{interleaved}), so the ranks "
                 f"cannot share it in whole micro-batches; use {_multiples_near(mini, unit)}"
             )
-    return problems
+    return list(dict.fromkeys(problems))  # where actor and critic have one name, they have one problem
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,6 +145,7 @@ _KEYS = {
     "log_prob_rows": "trainer.log_prob_micro_batch_rows",
     "reference_rows": "trainer.log_prob_micro_batch_rows",
     "actor_rows": "trainer.micro_batch_rows",
+    "critic_rows": "trainer.micro_batch_rows",
     "mini_batch_rows": "trainer.mini_batch_rows",
 }
 
@@ -279,10 +282,10 @@ def batch_problems(config: Config) -> list[str]:
             f"rollout.n={config.rollout.n}: groups are sampled by the environment; "
             f"set env.rollout.n={config.rollout.n} and leave rollout.n=1"
         )
-    if config.env.rollout.n < 2:
+    if config.env.rollout.n < 2 and config.algo.estimator not in ALONE:
         problems.append(
-            f"env.rollout.n={config.env.rollout.n}: advantages compare the episodes of a task, so a group needs at "
-            "least 2; use env.rollout.n=8"
+            f"env.rollout.n={config.env.rollout.n}: algo.estimator={config.algo.estimator} compares the episodes of a "
+            "task, so a group needs at least 2; use env.rollout.n=8"
         )
     problems.extend(schedule_problems(sizes_of(config), _KEYS))
     problems.extend(_budget_problems(config))

@@ -41,12 +41,12 @@ def test_every_choice_is_of_a_key_that_exists_and_may_have_its_default() -> None
             "the reference has no algo.estimator=grpo (there: gigpo), algo.lone_step=raw (there: zero)",
         ),
         ({"estimator": "gae", "adjust": "copy"}, "a copied row is a step that its episode took twice"),
+        ({"estimator": "gae", "adjust": "delete"}, "a deleted row takes its reward out of its episode"),
         ({"kl_target": 0.1}, "algo.kl_target=0.1: the coefficient adapts where the KL is part of the reward"),
         ({"kl_target": 0.1, "kl_in": "reward", "kl_coef": 0.0}, "algo.kl_coef=0 would stay 0 for ever"),
         ({"kl_in": "reward", "kl_estimator": "k3+"}, "use algo.kl_estimator=k3"),
         ({"loss": "gspo", "dual_clip": 3.0}, "algo.loss=gspo has no dual clip; leave it 0"),
         ({"dual_clip": 0.5}, "algo.dual_clip=0.5: at a ratio of 1 it would hold back every bad token"),
-        ({"sampler_ratio_min": 3.0}, "algo.sampler_ratio_min=3.0 is above algo.sampler_ratio_max=2.0"),
     ],
 )
 def test_what_does_not_go_together_is_told_with_its_fix(changes: dict[str, object], sentence: str) -> None:
@@ -55,7 +55,21 @@ def test_what_does_not_go_together_is_told_with_its_fix(changes: dict[str, objec
 
 
 def test_all_problems_are_told_together() -> None:
-    assert len(problems(kl_target=0.1, dual_clip=0.5, sampler_ratio_min=3.0)) == 3
+    assert len(problems(kl_target=0.1, dual_clip=0.5, estimator="gae", adjust="copy")) == 3
+
+
+def test_a_warm_up_of_the_critic_must_end_within_the_run() -> None:
+    config = Config(algo=AlgoConfig(estimator="gae"))
+    config.trainer.iterations = config.critic.warmup_iterations = 7
+    [problem] = algo_problems(config)
+    assert "critic.warmup_iterations=7: the policy would learn in none of trainer.iterations=7" in problem
+    config.algo.estimator = "gigpo"  # has no critic
+    assert algo_problems(config) == []
+
+
+def test_over_the_tokens_of_a_step_any_adjustment_will_do() -> None:
+    for adjustment in choices.ADJUSTMENTS:
+        assert problems(estimator="gae", gae_over="tokens", adjust=adjustment) == []
 
 
 def test_every_correction_and_adjustment_that_may_be_chosen_exists() -> None:

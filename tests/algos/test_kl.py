@@ -136,3 +136,8 @@ def test_a_resumed_run_goes_on_with_the_coefficient_it_had() -> None:
         records.append({"step": len(records) + 1, KL_METRIC: kl, KL_COEF_METRIC: coef})
         coef = adapted_kl_coef(coef, kl, 64, algo)
     assert resumed_kl_coef([*records, {"val/sampled/tasks": 3}], 64, algo) == coef
+
+
+def test_a_resumed_run_without_a_target_takes_the_coefficient_of_its_configuration() -> None:
+    algo = AlgoConfig(kl_in="reward", kl_coef=0.5)
+    assert resumed_kl_coef([{"step": 1, KL_METRIC: 0.2, KL_COEF_METRIC: 0.1}], 64, algo) == 0.5

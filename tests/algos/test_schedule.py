@@ -186,7 +186,7 @@ def test_the_default_recipe_has_no_problems() -> None:
         ),
         (
             {"env.rollout.n": 1},
-            "env.rollout.n=1: advantages compare the episodes of a task, so a group needs at least 2",
+            "env.rollout.n=1: algo.estimator=gigpo compares the episodes of a task, so a group needs at least 2",
         ),
         (
             {"parallel.dp": 3},
@@ -212,9 +212,22 @@ def test_the_default_recipe_has_no_problems() -> None:
         ),
     ],
 )
-def test_a_combination_that_cannot_work_is_told_with_its_fix(changes: dict[str, int], sentence: str) -> None:
+def test_a_combination_that_cannot_work_is_told_with_its_fix(changes: dict[str, int | str], sentence: str) -> None:
     problems = batch_problems(changed(changes))
     assert any(sentence in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_pp", "remax"])
+def test_an_estimator_that_compares_no_episodes_needs_one_of_a_task(estimator: str) -> None:
+    assert batch_problems(changed({"env.rollout.n": 1, "algo.estimator": estimator})) == []
+
+
+def test_actor_and_critic_are_told_of_their_micro_batches_by_one_key_and_once() -> None:
+    config = changed({"algo.estimator": "gae", "trainer.mini_batch_rows": 6})
+    assert len([problem for problem in batch_problems(config) if "trainer.micro_batch_rows 4" in problem]) == 1
+    config = changed({"algo.estimator": "gae"})
+    [critic] = [row for row in batch_plan(config) if "critic pass" in row.name]
+    assert critic.how == "parallel.dp 1 x trainer.micro_batch_rows 4"
 
 
 def test_the_warm_start_shares_its_rows_equally() -> None:
@@ -227,7 +240,7 @@ def test_all_problems_are_told_together() -> None:
     assert len(batch_problems(changed({"rollout.n": 2, "parallel.dp": 3, "env.rollout.n": 1}))) >= 3
 
 
-def changed(changes: dict[str, int]) -> Config:
+def changed(changes: dict[str, int | str]) -> Config:
     config = Config()
     for path, value in changes.items():
         *groups, name = path.split(".")
