@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -77,3 +78,13 @@ def edit(checkpoint: Path, change: Callable[[dcp.Metadata], object]) -> None:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder, by its path in it."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Harmful:
+    """Pickled, it makes a folder wherever it is unpickled with everything allowed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)

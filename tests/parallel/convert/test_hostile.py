@@ -22,7 +22,7 @@ from megagent.parallel.convert import conversion, megatron_metadata, torch_recor
 from megagent.parallel.convert.conversion import Options
 from megagent.parallel.convert.stored import Stored
 from megagent.parallel.degrees import Degrees
-from tests.parallel.convert.folders import QUIET, edit, write_folder
+from tests.parallel.convert.folders import QUIET, Harmful, edit, write_folder
 
 FC1, FC2 = "decoder.layers.mlp.linear_fc1.weight", "decoder.layers.mlp.linear_fc2.weight"
 
@@ -251,14 +251,6 @@ def test_metadata_that_lies_is_not_believed(
     edit(checkpoint, change)
     with pytest.raises(MegagentError, match=message):
         conversion.open_any(checkpoint)
-
-
-class Harmful:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"

@@ -7,7 +7,6 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from megagent.errors import MegagentError
 from megagent.parallel.convert import conversion, megatron_folder, torch_record
 from megagent.parallel.degrees import Degrees
-from tests.parallel.convert.folders import QUIET, edit, write_folder
+from tests.parallel.convert.folders import QUIET, Harmful, edit, write_folder
 
 
 @pytest.fixture
@@ -83,14 +82,6 @@ def test_a_checkpoint_without_config_asks_for_the_model(checkpoint: Path, tmp_pa
     with pytest.raises(MegagentError, match="name its Hugging Face folder with --model"):
         conversion.open_any(checkpoint)
     assert conversion.open_any(checkpoint, model=tmp_path / "model").kind == "Megatron"
-
-
-class Harmful:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_pickle_in_the_metadata_runs_nothing(checkpoint: Path, tmp_path: Path) -> None:

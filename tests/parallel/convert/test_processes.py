@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -10,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 
 from megagent.config import Config
 from megagent.parallel.convert import conversion, logits
 from megagent.parallel.convert.conversion import Options
 from megagent.parallel.degrees import Degrees
 from tests.parallel import families, jobs
-from tests.parallel.convert.folders import QUIET, random_weights, read_folder, same, write_folder
+from tests.parallel.convert.folders import QUIET, Harmful, edit, random_weights, read_folder, same, write_folder
 from tests.parallel.pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -31,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for family in (DENSE, MIXTURE):
         folder = tmp_path_factory.mktemp(family)
-        found[family] = families.write_model(folder / "model", family)
+        found[family] = families.write_model(folder / "model", family, num_attention_heads=8)
         # One of them has more padding in the file than on the ranks that load it.
         conversion.to_megatron(found[family], folder / "there", Degrees(tp=8 if family == DENSE else 1), QUIET)
     return found
@@ -108,6 +111,26 @@ def test_logits_of_megatron_are_those_of_transformers(models: dict[str, Path]) -
     ended = run(code, models[MIXTURE], there(models[MIXTURE]))
     assert ended.returncode == 0, ended.stderr
     assert "(as rounding makes them)" in ended.stdout
+
+
+def test_logits_are_not_worth_running_what_a_checkpoint_holds(models: dict[str, Path], tmp_path: Path) -> None:
+    """PyTorch would unpickle the layers' own states, which are no tensors, with everything allowed."""
+    state = io.BytesIO()
+    torch.save([Harmful(tmp_path / "owned")], state)
+    checkpoint = conversion.to_megatron(models[DENSE], tmp_path / "there", Degrees(), QUIET)
+
+    def plant(metadata: dcp.Metadata) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.offset is None:
+                (checkpoint / info.relative_path).write_bytes(state.getvalue())
+                info.length = len(state.getvalue())
+
+    edit(checkpoint, plant)
+    code = "import sys; from megagent.cli import main; sys.exit(main(['convert', 'verify', *sys.argv[1:], '--logits']))"
+    ended = run(code, models[DENSE], checkpoint)
+    assert ended.returncode == 2
+    assert "it holds more than tensors and plain values" in ended.stderr
+    assert not (tmp_path / "owned").exists()
 
 
 def test_several_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
