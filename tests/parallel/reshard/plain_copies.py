@@ -31,7 +31,7 @@ class PlainSender:
     def send(self) -> None:
         if self.group is not None:
             self.group.wait(
-                self.group.exchange({self.ranks + worker: piece for worker, piece in self.pieces.items()}, {}, 1)
+                self.group.exchange([(self.ranks + worker, 1, piece) for worker, piece in self.pieces.items()], ())
             )
 
 
@@ -55,7 +55,8 @@ class PlainReceiver(Recorder):
             for source, piece in fresh.items():
                 piece.copy_(self.plain_mapped[source])
         elif self.plain_group is not None:
-            self.plain_group.wait(self.plain_group.exchange({}, fresh, 1))
+            receives = [(source, 1, piece) for source, piece in fresh.items()]
+            self.plain_group.wait(self.plain_group.exchange((), receives))
 
 
 def plain_open(rank: Any, sizes: Sizes, folder: str | None, rendezvous: Sequence[Any] | None) -> None:
