@@ -29,6 +29,7 @@ from megagent.parallel.reshard.transports.base import DTYPES, Destination
 
 _UNDER_WAY = 2  # rounds that a sender has begun and not ended: one is packed while the other travels
 _ALONE = 256 << 10  # bytes from which a copy is worth a message
+_ALIGNMENT = 16  # bytes
 _HEADER_TAG = 0
 
 Messages = Iterable[tuple[int, int, Tensor]]  # number of the peer, tag, bytes
@@ -140,13 +141,21 @@ def _own_address(host: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class _Message:
-    """A part of what goes from one rank to another in one round. alone: one copy, into one piece of memory."""
+    """A part of what goes from one rank to another in one round.
 
-    peer: int  # rank
+    peer: the other's rank; start: where it lies in a buffer for all of these parts; alone: it is one copy, into one
+    piece of memory.
+    """
+
+    peer: int
     tag: int
     copies: tuple[Copy, ...]
+    start: int
     bytes: int
     alone: bool
+
+    def place(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.start + self.bytes]
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,7 @@ class _Rounds:
         """Give the rank of the source, or the one of the target."""
         self._targets = plan.plan.target
         self.rounds: list[_Round] = []
+        self.largest = 0  # bytes of a buffer for one peer
         tags: dict[int, int] = defaultdict(lambda: _HEADER_TAG)
         for everybodys in plan.rounds:
             copies = tuple(copy for copy in everybodys if copy.source_rank == source or copy.target_rank == target)
@@ -174,24 +184,25 @@ class _Rounds:
                 (alone if self._goes_alone(copy) else packed)[peer].append(copy)
             messages = []
             for peer in sorted(packed.keys() | alone.keys()):
+                start = 0
                 for part in (packed[peer], *([copy] for copy in alone[peer])):
                     if part:
                         tags[peer] += 1
                         size = self._end(part)
-                        messages.append(_Message(peer, tags[peer], tuple(part), size, part is not packed[peer]))
+                        messages.append(_Message(peer, tags[peer], tuple(part), start, size, part is not packed[peer]))
+                        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+                        self.largest = max(self.largest, start)
             if copies:
                 self.rounds.append(_Round(copies, tuple(messages)))
-        messages = [message for each in self.rounds for message in each.messages]
-        self.peers = sorted({message.peer for message in messages})
-        self.largest = max((message.bytes for message in messages), default=0)
+        self.peers = sorted({message.peer for each in self.rounds for message in each.messages})
 
-    def parts(self, buffer: Tensor, message: _Message) -> Iterator[tuple[Copy, Tensor]]:
+    def parts(self, content: Tensor, message: _Message) -> Iterator[tuple[Copy, Tensor]]:
         """Where the copies of a message lie in its bytes."""
         end = 0
         for copy in message.copies:
             dtype = self._tensor(copy).dtype
             start, end = self._place(end, dtype, copy.shape)
-            yield copy, buffer[start:end].view(DTYPES[dtype]).view(copy.shape)
+            yield copy, content[start:end].view(DTYPES[dtype]).view(copy.shape)
 
     def dtype(self, copy: Copy) -> torch.dtype:
         """Of the target's tensor."""
@@ -236,8 +247,12 @@ class _Buffers:
         self._size, self._device = size, device
         self._free: list[Tensor] = []
 
-    def take(self) -> Tensor:
-        return self._free.pop() if self._free else torch.empty(self._size, dtype=torch.uint8, device=self._device)
+    def of(self, peer: int, used: dict[int, Tensor]) -> Tensor:
+        """The one in use for a peer; a free one, which is in use then, if there is none."""
+        if peer not in used:
+            fresh = not self._free
+            used[peer] = torch.empty(self._size, dtype=torch.uint8, device=self._device) if fresh else self._free.pop()
+        return used[peer]
 
     def give_back(self, buffers: Iterable[Tensor]) -> None:
         self._free += buffers
@@ -260,24 +275,25 @@ class PeerSender:
     def send(self, version: int) -> int:
         self._header.exchange(version, [self._ranks + worker for worker in self._rounds.peers], "worker", self._ranks)
         buffers = _Buffers(self._rounds.largest, self._group.device)
-        under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        under_way: deque[tuple[list[dist.Work], dict[int, Tensor]]] = deque()
         sent = 0
 
         def complete() -> None:
             works, used = under_way.popleft()
             self._group.wait(works)
-            buffers.give_back(used)
+            buffers.give_back(used.values())
 
         for each in self._rounds.rounds:
             if len(under_way) == _UNDER_WAY:
                 complete()
-            used: list[Tensor] = []
+            used: dict[int, Tensor] = {}  # by peer
             sends = []
             for message in each.messages:
                 content = self._own(message)
                 if content is None:
-                    used.append(buffers.take())
-                    content = self._packed(used[-1], message)
+                    content = message.place(buffers.of(message.peer, used))
+                    for copy, part in self._rounds.parts(content, message):
+                        part.copy_(self._tensors[copy.source][copy.source_slices])
                 sends.append((self._ranks + message.peer, message.tag, content))
                 sent += message.bytes
             under_way.append((self._group.exchange(sends, ()), used))
@@ -299,11 +315,6 @@ class PeerSender:
         part = self._tensors[copy.source][copy.source_slices]
         as_it_is = part.is_contiguous() and part.dtype == self._rounds.dtype(copy)
         return _bytes_of(part) if as_it_is else None
-
-    def _packed(self, buffer: Tensor, message: _Message) -> Tensor:
-        for copy, part in self._rounds.parts(buffer, message):
-            part.copy_(self._tensors[copy.source][copy.source_slices])
-        return buffer[: message.bytes]
 
 
 class PeerReceiver:
@@ -329,19 +340,20 @@ class PeerReceiver:
             raise RuntimeError("fetch() takes the rounds of this worker one by one, in the plan's order")
         messages = self._coming.popleft().messages
         receives, packed = [], []
+        used: dict[int, Tensor] = {}  # by peer
         for message in messages:
             place = destination(message.copies[0]) if message.alone else None
-            if place is None or not place.is_contiguous():
-                packed.append((self._buffers.take(), message))
-                content = packed[-1][0][: message.bytes]
-            else:
+            if place is not None and place.is_contiguous():
                 content = _bytes_of(place)
+            else:
+                content = message.place(self._buffers.of(message.peer, used))
+                packed.append((message, content))
             receives.append((message.peer, message.tag, content))
         self._group.wait(self._group.exchange((), receives))
-        for buffer, message in packed:
-            for copy, part in self._rounds.parts(buffer, message):
+        for message, content in packed:
+            for copy, part in self._rounds.parts(content, message):
                 destination(copy).copy_(part)
-        self._buffers.give_back(buffer for buffer, _ in packed)
+        self._buffers.give_back(used.values())
         return sum(message.bytes for message in messages)
 
     def finish(self) -> None:
