@@ -54,8 +54,8 @@ class Ends:
         ranks, workers = len(plan.spec.sources), len(plan.spec.targets)
         self.plan, self.workers = plan, range(workers)
         self.groups = groups(backend, ranks + workers)
-        self.senders = [PeerSender(plan, rank, tensors[rank], self.groups[rank]) for rank in range(ranks)]
-        self.receivers = [PeerReceiver(plan, worker, self.groups[ranks + worker]) for worker in range(workers)]
+        self.senders = [PeerSender(plan, rank, tensors[rank], CPU, self.groups[rank]) for rank in range(ranks)]
+        self.receivers = [PeerReceiver(plan, worker, CPU, self.groups[ranks + worker]) for worker in range(workers)]
 
     def sync(self, version: int) -> tuple[int, int, dict[int, dict[str, torch.Tensor]]]:
         """Bytes sent, bytes received, and what the workers have."""
@@ -229,7 +229,7 @@ def test_two_rounds_at_most_are_under_way_in_buffers_that_are_used_again(
 
 def test_a_worker_takes_the_rounds_in_their_order() -> None:
     plan = make_sync_plan(terms(), tiny(FAMILY))
-    receiver = PeerReceiver(plan, 0, groups("gloo", 4)[3])
+    receiver = PeerReceiver(plan, 0, CPU, groups("gloo", 4)[3])
     with pytest.raises(RuntimeError, match="one by one, in the plan's order"):
         receiver.fetch(plan.rounds[0], lambda copy: torch.empty(copy.shape))
 

@@ -44,7 +44,8 @@ class Group:
     def __init__(
         self, backend: str, number: int, size: int, rendezvous: Sequence[Any], device: torch.device, timeout_s: float
     ) -> None:
-        """number: of this process in the group; rendezvous: host and port where number 0 listens, from now on."""
+        """number: of this process in the group; rendezvous: host and port where number 0 listens, from now on; device:
+        of what is sent and received."""
         self.name = f"{backend} at {rendezvous[0]}:{rendezvous[1]}"
         self.backend, self.number, self.size, self.device = backend, number, size, device
         self.host, self.port = str(rendezvous[0]), int(rendezvous[1])
@@ -52,6 +53,10 @@ class Group:
         self._group: Any = None
         self._failed: str | None = None
         self._store = self._listen() if number == 0 else None
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether it can be sent from, and received into, as it lies."""
+        return tensor.device.type == self.device.type and tensor.is_contiguous()
 
     def exchange(self, sends: Messages, receives: Messages) -> list[dist.Work]:
         """Begin to send and to receive. Messages between two peers are in the same order at both, and their tags
@@ -243,15 +248,17 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 class _Buffers:
     """Buffers of one size, used again and again in one sync."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
+    def __init__(self, size: int, device: torch.device, carrier: torch.device) -> None:
+        """device: where the weights lie; carrier: where the buffers do."""
+        self._options = {"device": carrier, "pin_memory": carrier.type == "cpu" and device.type == "cuda"}
+        self._size = size
         self._free: list[Tensor] = []
 
     def of(self, peer: int, used: dict[int, Tensor]) -> Tensor:
         """The one in use for a peer; a free one, which is in use then, if there is none."""
         if peer not in used:
-            fresh = not self._free
-            used[peer] = torch.empty(self._size, dtype=torch.uint8, device=self._device) if fresh else self._free.pop()
+            again = self._free.pop() if self._free else None
+            used[peer] = torch.empty(self._size, dtype=torch.uint8, **self._options) if again is None else again
         return used[peer]
 
     def give_back(self, buffers: Iterable[Tensor]) -> None:
@@ -262,8 +269,10 @@ class _Buffers:
 
 
 class PeerSender:
-    def __init__(self, plan: SyncPlan, rank: int, tensors: Mapping[str, Tensor], group: Group) -> None:
-        self._tensors, self._group = tensors, group
+    def __init__(
+        self, plan: SyncPlan, rank: int, tensors: Mapping[str, Tensor], device: torch.device, group: Group
+    ) -> None:
+        self._tensors, self._device, self._group = tensors, device, group
         self._ranks = len(plan.spec.sources)  # workers come after them
         self._rounds = _Rounds(plan, source=rank)
         self._header = _Header(plan.digest, group)
@@ -274,7 +283,7 @@ class PeerSender:
     @torch.no_grad()
     def send(self, version: int) -> int:
         self._header.exchange(version, [self._ranks + worker for worker in self._rounds.peers], "worker", self._ranks)
-        buffers = _Buffers(self._rounds.largest, self._group.device)
+        buffers = _Buffers(self._rounds.largest, self._device, self._group.device)
         under_way: deque[tuple[list[dist.Work], dict[int, Tensor]]] = deque()
         sent = 0
 
@@ -313,16 +322,16 @@ class PeerSender:
             return None
         (copy,) = message.copies
         part = self._tensors[copy.source][copy.source_slices]
-        as_it_is = part.is_contiguous() and part.dtype == self._rounds.dtype(copy)
+        as_it_is = self._group.takes(part) and part.dtype == self._rounds.dtype(copy)
         return _bytes_of(part) if as_it_is else None
 
 
 class PeerReceiver:
-    def __init__(self, plan: SyncPlan, worker: int, group: Group) -> None:
+    def __init__(self, plan: SyncPlan, worker: int, device: torch.device, group: Group) -> None:
         self._group = group
         self._rounds = _Rounds(plan, target=worker)
         self._header = _Header(plan.digest, group)
-        self._buffers = _Buffers(self._rounds.largest, group.device)
+        self._buffers = _Buffers(self._rounds.largest, device, group.device)
         self._coming: deque[_Round] = deque()
 
     def open(self, offers: Mapping[int, Mapping[str, Any]], version: int) -> None:
@@ -343,7 +352,7 @@ class PeerReceiver:
         used: dict[int, Tensor] = {}  # by peer
         for message in messages:
             place = destination(message.copies[0]) if message.alone else None
-            if place is not None and place.is_contiguous():
+            if place is not None and self._group.takes(place):
                 content = _bytes_of(place)
             else:
                 content = message.place(self._buffers.of(message.peer, used))
