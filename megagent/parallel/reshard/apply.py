@@ -85,8 +85,11 @@ class InPlace:
 
 
 class Repacked:
-    """Fresh tensors, taken over layer by layer. One layer's are held at a time where one follows the other, and their
-    memory, which the system has already given, is used for the next layer's."""
+    """Fresh tensors, taken over layer by layer, as many at a time as one round fills.
+
+    What a layer has not kept serves the next one, and the next sync: memory that the system has yet to give takes
+    several times as long to write to.
+    """
 
     def __init__(self, live: Mapping[str, LiveTensor]) -> None:
         self._live = live
@@ -119,7 +122,7 @@ class Repacked:
                 self._take_over(user)
 
     def settle(self) -> None:
-        self._spare.clear()
+        pass
 
     def _take_over(self, layer: nn.Module) -> None:
         names = self._names[id(layer)]
