@@ -148,11 +148,8 @@ def test_what_the_plan_says_arrives_in_the_targets_dtype(
     ends.close()
 
 
-def test_large_rows_go_from_the_trainers_memory_into_the_workers_and_nothing_is_packed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(peers, "_ALONE", 1)
-    monkeypatch.setattr(peers._Buffers, "of", lambda *_: pytest.fail("a buffer"))
+def assert_equal_layouts_sync() -> None:
+    """Two ranks and two workers that hold the same tensors."""
     layout = Layout("both", dict.fromkeys(range(2), (whole("rows", (6, 4), "F32"), whole("vector", (7,), "F32"))))
     plan = make_plan(layout, layout)
     held = {rank: {"rows": torch.randn(6, 4), "vector": torch.randn(7)} for rank in range(2)}
@@ -160,6 +157,21 @@ def test_large_rows_go_from_the_trainers_memory_into_the_workers_and_nothing_is_
     _, _, written = ends.sync(1)
     assert all(torch.equal(written[rank][name], held[rank][name]) for rank in range(2) for name in held[rank])
     ends.close()
+
+
+def test_large_rows_go_from_the_trainers_memory_into_the_workers_and_nothing_is_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "_ALONE", 1)
+    monkeypatch.setattr(peers._Buffers, "of", lambda *_: pytest.fail("a buffer"))
+    assert_equal_layouts_sync()
+
+
+def test_what_a_group_cannot_take_as_it_lies_goes_through_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As weights of a GPU do over Gloo."""
+    monkeypatch.setattr(peers, "_ALONE", 1)
+    monkeypatch.setattr(Group, "takes", lambda self, tensor: False)
+    assert_equal_layouts_sync()
 
 
 @pytest.mark.parametrize(
@@ -281,4 +293,4 @@ def test_nccls_group_is_made_with_the_deadline(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     made = peers._make_group("nccl", "store", 2, 4, "127.0.0.1", 1, timedelta(seconds=7))
-    assert made.said == ("store", 2, 4, 7.0)
+    assert made.said == ("store", 2, 4, 14.0)  # of the watchdog, which comes after the deadline

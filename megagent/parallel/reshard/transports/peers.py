@@ -127,7 +127,7 @@ def _make_group(
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = 2 * timeout  # NCCL's watchdog ends the process; a wait's own deadline comes first
         return ProcessGroupNCCL(store, number, size, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
