@@ -60,8 +60,8 @@ def _check(transport: str, plan: SyncPlan, copies: Any, device: torch.device, re
         problems.append(f"NCCL has one process on a GPU, and trainer and engines share {len(shared)}")
     if transport in MAPPED:
         pairs = {(copy.source_rank, copy.target_rank) for copy in copies}
-        apart = sorted({(spec.sources[one].node, spec.targets[other].node) for one, other in pairs})
-        if apart := [f"{one} and {other}" for one, other in apart if one != other]:
+        nodes = sorted({(spec.sources[one].node, spec.targets[other].node) for one, other in pairs})
+        if apart := [f"{one} and {other}" for one, other in nodes if one != other]:
             problems.append(f"it reads within one node, and weights go between {', '.join(apart)}")
     if problems:
         others = [name for name in DEVICES if device.type in DEVICES[name] and name != transport]

@@ -68,7 +68,7 @@ class MappedSender:
             number = numbers.setdefault(storage.data_ptr(), len(storages))
             if number == len(storages):
                 storages.append(handle)
-            tensors[name] = [number, tensor.storage_offset()]
+            tensors[name] = [number, int(tensor.storage_offset())]
         return storages, tensors
 
 

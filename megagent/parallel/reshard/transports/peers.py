@@ -129,7 +129,7 @@ def _make_group(
         options = ProcessGroupNCCL.Options()
         options._timeout = 2 * timeout  # NCCL's watchdog ends the process; a wait's own deadline comes first
         return ProcessGroupNCCL(store, number, size, options)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # By itself Gloo asks the resolver for this node's own name, which need not be an address that others reach.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, port), lazy_init=False)]
@@ -250,16 +250,18 @@ class _Buffers:
 
     def __init__(self, size: int, device: torch.device, carrier: torch.device) -> None:
         """device: where the weights lie; carrier: where the buffers do."""
-        self._options = {"device": carrier, "pin_memory": carrier.type == "cpu" and device.type == "cuda"}
-        self._size = size
+        self._size, self._carrier = size, carrier
+        self._pinned = carrier.type == "cpu" and device.type == "cuda"
         self._free: list[Tensor] = []
 
     def of(self, peer: int, used: dict[int, Tensor]) -> Tensor:
         """The one in use for a peer; a free one, which is in use then, if there is none."""
         if peer not in used:
-            again = self._free.pop() if self._free else None
-            used[peer] = torch.empty(self._size, dtype=torch.uint8, **self._options) if again is None else again
+            used[peer] = self._free.pop() if self._free else self._fresh()
         return used[peer]
+
+    def _fresh(self) -> Tensor:
+        return torch.empty(self._size, dtype=torch.uint8, device=self._carrier, pin_memory=self._pinned)
 
     def give_back(self, buffers: Iterable[Tensor]) -> None:
         self._free += buffers
