@@ -41,7 +41,8 @@ class Sender:
         """
         self.digest = plan.digest
         self._rank = rank
-        self._copies = tuple(plan.plan.sends(rank))
+        # In the pieces that travel: none is cast as a whole, however large it is.
+        self._copies = tuple(copy for copies in plan.rounds for copy in copies if copy.source_rank == rank)
         self._tensors = _planned(plan, rank, self._copies, tensors)
         self._dtypes = {
             (copy.target_rank, copy.target): DTYPES[plan.plan.target.tensor(copy.target_rank, copy.target).dtype]
