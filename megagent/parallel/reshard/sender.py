@@ -49,6 +49,7 @@ class Sender:
             for copy in self._copies
         }
         self._offered: int | None = None
+        self._latest = -1  # version that was offered last
         self._end = sender_end(transport, plan, rank, self._tensors, rendezvous)
 
     @classmethod
@@ -66,10 +67,15 @@ class Sender:
         return cls(plan, stage.place.rank, hf_io.stage_parameters(stage), transport, rendezvous)
 
     def offer(self, version: int) -> dict[str, Any]:
-        """What receivers need in order to read this version, as JSON. Nothing is copied. Raises MegagentError for a
-        version that is not newer than the last one."""
+        """What receivers need in order to read this version, as JSON. Nothing is copied. It may be offered again while
+        it stands. Raises MegagentError for a version that is not newer than the last one."""
+        if version < 0 or (version <= self._latest and version != self._offered):
+            raise MegagentError(
+                f"weight sync: version {version} is offered after version {self._latest}, and the weights may have "
+                "changed; count versions upwards, one for each sync"
+            )
         offer = self._end.offer(version)
-        self._offered = version
+        self._latest = self._offered = version
         return offer
 
     def send(self, version: int) -> int:
