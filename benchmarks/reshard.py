@@ -5,7 +5,7 @@ start and taking turns. Timed from the trainers' offer to where the shards stand
 CPU kernels need afterwards is the same for every way, and reported apart.
 
     plain    each trainer's bytes for each worker lie in one piece of shared memory, or go in one message of Gloo, to
-             fresh memory of the worker: no tensors, no layers
+             one piece of the worker's memory: no tensors, no layers, and memory that has been touched before
     sync     the plan's copies, through the transport of the same kind
     gather   rank 0 gathers whole tensors into a file in shared memory, and every worker loads its part of them
 
@@ -72,6 +72,7 @@ def measure(folder: Path, shared: Path, options: argparse.Namespace) -> dict[str
     """Both ends, and the medians of all ways. folder: for the model; shared: in shared memory of the node."""
     from megagent.model_source import hf_config_of
     from megagent.parallel.models import architecture_of
+    from megagent.parallel.reshard.vllm import Workers
     from tests.parallel import jobs
     from tests.parallel.pool import RankPool
     from tests.parallel.reshard.ends import Engine, Trainers
@@ -82,12 +83,13 @@ def measure(folder: Path, shared: Path, options: argparse.Namespace) -> dict[str
     write_model(folder, CONFIG | (QUICK if options.quick else {}))
     config = jobs.laid_out(folder, {"tp": 2})
     config.model.dtype = "bf16"
-    made = plan_of(config, architecture_of(hf_config_of(str(folder))), 2, "BF16")
+    made = plan_of(config, architecture_of(hf_config_of(str(folder))), Workers(tp=2), "BF16")
     pool = RankPool(2)
     trainers = Trainers(pool, config, trains=False)
-    engine = Engine(folder, 2, "bfloat16", PlainReceiver, digests=False)
+    engine = Engine(folder, Workers(tp=2), "bfloat16", PlainReceiver, digests=False)
     figures: dict[str, float] = {"gigabytes": sum(made.plan.traffic.values()) / 1e9}
-    moved, packing = [], []
+    moved: list[int] = []
+    packing: dict[str, list[float]] = {"sync": [], "gather": []}
     try:
         version = 0
         for transport in TRANSPORTS:
@@ -99,8 +101,10 @@ def measure(folder: Path, shared: Path, options: argparse.Namespace) -> dict[str
                     spent, packed, size = getattr(ways, way)(version)
                     if number:
                         taken.append(spent)
-                        packing += [packed] if packed else []
-                        moved += [size] if size else []
+                        if way in packing:
+                            packing[way].append(packed)
+                        if way == "sync":
+                            moved.append(size)
                 if number and not options.json:
                     row = ", ".join(f"{way} {taken[-1]:.3f} s" for way, taken in seconds.items())
                     print(f"{transport:14} {row}", flush=True)
@@ -116,14 +120,14 @@ def measure(folder: Path, shared: Path, options: argparse.Namespace) -> dict[str
     least = sum(bytes_held(made, worker) for worker in range(2))
     ratios = {size / least for size in moved}
     return figures | {
-        "packing_s": statistics.median(packing),
+        **{f"{way}_packing_s": statistics.median(taken) for way, taken in packing.items()},
         "bytes_over_minimum": max(ratios, key=lambda r: abs(r - 1)),
     }
 
 
 class Ways:
     """One transport's plain copy and sync, and the gather path. Each takes a version and returns (seconds without
-    packing, seconds of packing, bytes that the workers count); the last two 0 where there are none."""
+    packing, seconds of packing, bytes that the workers count), 0 where there are none."""
 
     def __init__(self, trainers: Any, engine: Any, made: SyncPlan, transport: str, shared: Path) -> None:
         from tests.parallel.pool import free_ports

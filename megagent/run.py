@@ -147,7 +147,7 @@ class Run:
                 f"{alarm} The run stops, as rollout.on_disagreement=stop says; see docs/weight_sync.md."
             )
         if alarm is not None:
-            self.recorder.note(f"warning: {alarm}")
+            self.recorder.warn(alarm)
         return rows
 
     def reference_log_probs(self, rows: StepBatch) -> StepBatch:

@@ -82,7 +82,7 @@ def scored(off: float, **rollout: Any) -> tuple[Run, list[str]]:
     for name, value in rollout.items():
         setattr(config.rollout, name, value)
     said: list[str] = []
-    recorder: Any = SimpleNamespace(note=said.append)
+    recorder: Any = SimpleNamespace(warn=said.append)
     absent: dict[str, Any] = dict.fromkeys(("folder", "world", "rollout", "collector", "bridge"))
     actor: Any = Scorer(off)
     run = Run(config=config, recorder=recorder, actor=actor, **absent)

@@ -130,6 +130,10 @@ class Console:
         """A line of its own: where files are, what is waited for."""
         self._print(text, style="dim")
 
+    def warn(self, text: str) -> None:
+        """A line that should not be missed."""
+        self._print(f"warning: {text}", style="bold yellow")
+
     def _show_run(self, number: int) -> None:
         self._progress.update(self._run, completed=number, count=f"{number}/{self.iterations}", visible=True)
 

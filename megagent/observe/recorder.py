@@ -58,9 +58,9 @@ class Recorder:
         """Shows a progress bar for the length of the block; yields a function that advances it by units."""
         return self.console.phase(name, total)
 
-    def note(self, text: str) -> None:
-        """Shows a line; it is not recorded."""
-        self.console.note(text)
+    def warn(self, text: str) -> None:
+        """Shows a line that should not be missed; it is not recorded."""
+        self.console.warn(text)
 
     def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """The figures of a finished iteration, recorded and shown."""

@@ -159,12 +159,17 @@ class VllmEngine:
     async def open_sync(self, terms: Mapping[str, Any]) -> None:
         """Agrees with the trainer on the plan of all syncs. terms: the init_info of `reshard.receiver`.
 
-        Raises InfrastructureError, in the receiver's words, if the plan, the model or the trainer does not fit.
+        Raises InfrastructureError, in the receiver's words, if the plan, the model or the trainer does not fit; the
+        engine is unusable then.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=dict(terms))
-        await self._call("agreeing on the weight sync", self._engine().init_weight_transfer_engine(request))
+        try:
+            await self._call("agreeing on the weight sync", self._engine().init_weight_transfer_engine(request))
+        except InfrastructureError as error:
+            # After an error in one worker, vLLM takes the others' answers for those of its next call to them.
+            raise self._fail(str(error)) from error
 
     async def sleep(self) -> None:
         """Colocated only: lets running responses end, then gives up weights and cache until the next sync."""

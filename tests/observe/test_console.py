@@ -72,6 +72,12 @@ def test_validation_shows_sampled_and_greedy_with_their_intervals(screen: io.Str
     assert greedy == "    6 held-out greedy   75.0% success  (95% interval 66.8-81.8%)"
 
 
+def test_a_warning_is_a_line_of_its_own(screen: io.StringIO) -> None:
+    with plain(screen) as console:
+        console.warn("step 3 of goal[7] is off")
+    assert screen.getvalue() == "warning: step 3 of goal[7] is off\n"
+
+
 def test_a_long_log_repeats_its_header(screen: io.StringIO) -> None:
     with plain(screen, iterations=100) as console:
         for number in range(100):

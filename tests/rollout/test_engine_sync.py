@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import psutil
@@ -90,6 +91,24 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair = Pair(tmp_path_factory.mktemp("apart"), 2, tied=False, placement="disaggregated", transport="gloo")
     yield pair
     pair.close()
+
+
+def test_an_engine_that_does_not_agree_with_the_trainer_is_unusable(tmp_path: Path) -> None:
+    """One worker's error leaves vLLM's calls to all of them out of step."""
+
+    async def refuse(_: Any) -> None:
+        raise RuntimeError("engine 0 plans the weight sync otherwise than the trainer")
+
+    async def ask_twice() -> None:
+        make_model(tmp_path, tied=True, seed=1)
+        engine: Any = VllmEngine(make_config(), tmp_path)
+        engine._llm = SimpleNamespace(init_weight_transfer_engine=refuse, output_handler=None, errored=False)
+        with pytest.raises(InfrastructureError, match="agreeing on the weight sync failed: engine 0 plans"):
+            await engine.open_sync({})
+        with pytest.raises(InfrastructureError, match="unusable"):
+            await engine.prepare(1)
+
+    asyncio.run(ask_twice())
 
 
 def test_an_engine_that_slept_serves_the_new_weights(colocated: Pair) -> None:

@@ -119,23 +119,23 @@ class _Rank:
     def checksums(self) -> dict[int, dict[str, int]]:
         return self.sender.checksums()
 
-    def fail_after(self, messages: int, how: str) -> None:
-        """Rank 1 dies, or waits to be told to go on, when it has packed so many messages of the next sync."""
+    def fail_after(self, rounds: int, how: str) -> None:
+        """Rank 1 dies, or waits to be told to go on, when it has sent so many rounds of the next sync."""
         if self._rank == 0:
             return
-        pack, packed = peers.PeerSender._pack, 0
+        exchange, left = peers.Group.exchange, rounds + 2  # the first exchange is of versions and plans
 
-        def pack_and_fail(end: peers.PeerSender, buffer: torch.Tensor, message: Any) -> None:
-            nonlocal packed
-            if packed == messages and how == "die":
+        def exchange_and_fail(group: peers.Group, *messages: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0 and how == "die":
                 os._exit(9)
-            if packed == messages:
+            if left == 0:
                 self._connection.send("waiting")
                 self._connection.recv()
-            packed += 1
-            pack(end, buffer, message)
+            return exchange(group, *messages)
 
-        peers.PeerSender._pack = pack_and_fail  # type: ignore[method-assign]
+        peers.Group.exchange = exchange_and_fail  # type: ignore[method-assign]
 
 
 def shards(plan: SyncPlan, rank: int, folder: Path) -> dict[str, torch.Tensor]:

@@ -85,8 +85,11 @@ class InPlace:
 
 
 class Repacked:
-    """Fresh tensors, taken over layer by layer. One layer's are held at a time where one follows the other, and their
-    memory, which the system has already given, is used for the next layer's."""
+    """Fresh tensors, taken over layer by layer, as many at a time as one round fills.
+
+    What a layer has not kept serves the next one, and the next sync: memory that the system has yet to give takes
+    several times as long to write to.
+    """
 
     def __init__(self, live: Mapping[str, LiveTensor]) -> None:
         self._live = live
@@ -119,7 +122,7 @@ class Repacked:
                 self._take_over(user)
 
     def settle(self) -> None:
-        self._spare.clear()
+        pass
 
     def _take_over(self, layer: nn.Module) -> None:
         names = self._names[id(layer)]
@@ -170,23 +173,25 @@ class Incoming:
         """
         report, start = Report(version), time.perf_counter()
         target.begin()
-        left, opened = self._copies.copy(), {name: target.open(name) for name in self._padding}
-        self._close(target, list(opened), report)
+        left = self._copies.copy()
+        opened: dict[str, Tensor] = {}
+        for name in self._padding:
+            target.open(name)
+        self._close(target, self._padding, report)
 
         def destination(copy: Copy) -> Tensor:
             return opened[copy.target][copy.target_slices]
 
         for copies in self.rounds:
-            opened.update(
-                {name: target.open(name) for name in {copy.target: None for copy in copies} if name not in opened}
-            )
+            names = list(dict.fromkeys(copy.target for copy in copies))
+            opened |= {name: target.open(name) for name in names if name not in opened}
             report.bytes += end.fetch(copies, destination)
             if checksum is not None:
                 for copy in copies:
                     total = report.checksums.get(copy.target, 0) + checksum(copy, destination(copy))
                     report.checksums[copy.target] = total % 2**64
             left.subtract(copy.target for copy in copies)
-            done = [name for name in {copy.target: None for copy in copies} if not left[name]]
+            done = [name for name in names if not left[name]]
             for name in done:
                 del opened[name]
             self._close(target, done, report)

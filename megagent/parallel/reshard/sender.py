@@ -41,13 +41,15 @@ class Sender:
         """
         self.digest = plan.digest
         self._rank = rank
-        self._copies = tuple(plan.plan.sends(rank))
+        # In the pieces that travel: none is cast as a whole, however large it is.
+        self._copies = tuple(copy for copies in plan.rounds for copy in copies if copy.source_rank == rank)
         self._tensors = _planned(plan, rank, self._copies, tensors)
         self._dtypes = {
             (copy.target_rank, copy.target): DTYPES[plan.plan.target.tensor(copy.target_rank, copy.target).dtype]
             for copy in self._copies
         }
         self._offered: int | None = None
+        self._latest = -1  # version that was offered last
         self._end = sender_end(transport, plan, rank, self._tensors, rendezvous)
 
     @classmethod
@@ -65,10 +67,15 @@ class Sender:
         return cls(plan, stage.place.rank, hf_io.stage_parameters(stage), transport, rendezvous)
 
     def offer(self, version: int) -> dict[str, Any]:
-        """What receivers need in order to read this version, as JSON. Nothing is copied. Raises MegagentError for a
-        version that is not newer than the last one."""
+        """What receivers need in order to read this version, as JSON. Nothing is copied. It may be offered again while
+        it stands. Raises MegagentError for a version that is not newer than the last one."""
+        if version < 0 or (version <= self._latest and version != self._offered):
+            raise MegagentError(
+                f"weight sync: version {version} is offered after version {self._latest}, and the weights may have "
+                "changed; count versions upwards, one for each sync"
+            )
         offer = self._end.offer(version)
-        self._offered = version
+        self._latest = self._offered = version
         return offer
 
     def send(self, version: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -70,8 +71,8 @@ class SyncPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Equal on all who made the same plan."""
-        return self.plan.digest()
+        """Equal on all who made the same plan and cut it into the same rounds."""
+        return hashlib.sha256(f"{self.plan.digest()} {self.spec.buffer_bytes}".encode()).hexdigest()
 
 
 def make_sync_plan(spec: SyncSpec, architecture: Architecture) -> SyncPlan:

@@ -20,6 +20,7 @@ import torch
 from megagent.config import Config
 from megagent.parallel.reshard.receiver import WorkerCalls
 from megagent.parallel.reshard.spec import SyncPlan
+from megagent.parallel.reshard.vllm import Workers
 from tests.parallel.pool import JobFailed, RankPool, free_ports
 
 SECONDS = 300.0  # the deadline of every single wait: generous, the machine may be busy
@@ -191,7 +192,7 @@ class Engine:
     def __init__(
         self,
         folder: Path,
-        tp: int = 1,
+        workers: Workers,
         dtype: str = "float32",
         recorder: type[Recorder] = Recorder,
         digests: bool = True,
@@ -209,12 +210,13 @@ class Engine:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
         from vllm import LLM
 
-        self.tp = tp
         self.llm = LLM(
             model=str(folder),
             skip_tokenizer_init=True,
             dtype=dtype,
-            tensor_parallel_size=tp,
+            tensor_parallel_size=workers.tp,
+            pipeline_parallel_size=workers.pp,
+            enable_expert_parallel=workers.expert_parallel,
             enforce_eager=True,
             max_model_len=128,
             max_num_seqs=8,

@@ -31,7 +31,7 @@ class PlainSender:
     def send(self) -> None:
         if self.group is not None:
             self.group.wait(
-                self.group.exchange({self.ranks + worker: piece for worker, piece in self.pieces.items()}, {}, 1)
+                self.group.exchange([(self.ranks + worker, 1, piece) for worker, piece in self.pieces.items()], ())
             )
 
 
@@ -42,20 +42,20 @@ class PlainReceiver(Recorder):
 
     def plain_open(self, sizes: list[Any], folder: str | None, rendezvous: Sequence[Any] | None) -> None:
         own = {source: size for (source, worker), size in sizes if worker == self.rank}
-        self.plain_sizes = own
+        # Memory that is used again: the first touch of a page costs more than what is then written to it.
+        self.plain_pieces = {source: torch.zeros(size, dtype=torch.uint8) for source, size in own.items()}
         self.plain_mapped = None if folder is None else {s: mapped(folder, s, self.rank, n) for s, n in own.items()}
         ranks = 1 + max(source for (source, _), _ in sizes)
         workers = 1 + max(worker for (_, worker), _ in sizes)
         self.plain_group = None if rendezvous is None else _group(ranks + self.rank, ranks + workers, rendezvous)
 
     def plain_receive(self) -> None:
-        """Everything into fresh memory."""
-        fresh = {source: torch.empty(size, dtype=torch.uint8) for source, size in self.plain_sizes.items()}
         if self.plain_mapped is not None:
-            for source, piece in fresh.items():
+            for source, piece in self.plain_pieces.items():
                 piece.copy_(self.plain_mapped[source])
         elif self.plain_group is not None:
-            self.plain_group.wait(self.plain_group.exchange({}, fresh, 1))
+            receives = [(source, 1, piece) for source, piece in self.plain_pieces.items()]
+            self.plain_group.wait(self.plain_group.exchange((), receives))
 
 
 def plain_open(rank: Any, sizes: Sizes, folder: str | None, rendezvous: Sequence[Any] | None) -> None:

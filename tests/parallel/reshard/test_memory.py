@@ -201,7 +201,8 @@ def test_storages_that_stay_are_opened_once() -> None:
 
 
 def test_a_version_is_offered_again_only_while_it_stands() -> None:
-    sender = mapped.MappedSender({"a": torch.zeros(3)}, HostMemory())
+    plan = plan_of(Degrees())
+    sender = Sender(plan, 0, sources(plan, FAMILY, 0), "shared_memory")
     assert sender.offer(4) == sender.offer(4)
     for withdraw, version in ((False, 3), (True, 4), (False, -1)):
         if withdraw:

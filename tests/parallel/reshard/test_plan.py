@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megagent.errors import MegagentError
 from megagent.parallel.degrees import Degrees
 from megagent.parallel.reshard import files, hold, megatron, vllm
+from megagent.parallel.reshard import plan as plan_module
 from megagent.parallel.reshard.boxes import Box, LocalTensor, Region, Shape, whole
 from megagent.parallel.reshard.layout import Layout
 from megagent.parallel.reshard.plan import Copy, Plan, make_plan
@@ -218,6 +219,20 @@ def test_engines_on_their_own_node_read_from_all_replicas_alike() -> None:
     for tp_rank in range(2):  # what only they have
         replicas = [sent[rank] for rank in range(8) if rank % 2 == tp_rank]
         assert max(replicas) - min(replicas) <= largest
+
+
+def test_layers_and_experts_that_repeat_each_other_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So hundreds of thousands of copies are planned in seconds."""
+    cuts: list[str] = []
+    cut = plan_module._cut
+    monkeypatch.setattr(plan_module, "_cut", lambda *arguments: cuts.append("") or cut(*arguments))
+    counts = []
+    for layers, experts in ((2, 4), (5, 8)):
+        model = tiny("qwen3_moe", num_hidden_layers=layers, num_experts=experts, vocab_size=64)
+        make_plan(megatron.layout(model, Degrees(tp=2, ep=2, etp=1)), vllm.layout(model, Workers(tp=2)))
+        counts.append(len(cuts))
+        cuts.clear()
+    assert counts[0] == counts[1] < 40
 
 
 def test_a_tied_copy_is_written_and_never_read() -> None:

@@ -186,18 +186,14 @@ class Trainer:
         return self.shards[copy.source_rank][copy.source][copy.source_slices]
 
 
+def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(values))
+
+
 class Engine:
-    """vLLM's own `LLM`."""
+    """vLLM's own `LLM`, told everything as JSON, as by its HTTP routes."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ |= {
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "TORCH_COMPILE_DISABLE": "1",
-            "MEGAGENT_ENGINE_OWNER": str(os.getpid()),
-        }
         from vllm import LLM
 
         self.llm = LLM(
@@ -218,11 +214,12 @@ class Engine:
         )
 
     def init(self, info: Mapping[str, Any]) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": dict(info)})
+        self.llm.init_weight_transfer_engine({"init_info": as_json(info)})
 
     def sync(self, version: int, offers: Mapping[int, Any], checksums: bool = False) -> list[dict[str, Any]]:
         self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"version": version, "offers": offers, "checksums": checksums}})
+        update = {"version": version, "offers": offers, "checksums": checksums}
+        self.llm.update_weights({"update_info": as_json(update)})
         self.llm.finish_weight_update(weight_version=str(version))
         return self.call("weight_report")
 
@@ -256,9 +253,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    engine = Engine(folder / "model")
-    yield engine
-    engine.llm.llm_engine.engine_core.shutdown()
+    settings = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "MEGAGENT_ENGINE_OWNER": str(os.getpid()),
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in settings.items():
+            environment.setenv(name, value)
+        engine = Engine(folder / "model")
+        yield engine
+        engine.llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")

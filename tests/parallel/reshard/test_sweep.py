@@ -13,7 +13,7 @@ from megagent.parallel.models import architecture_of
 from tests.parallel import jobs
 from tests.parallel.jobs import Layout
 from tests.parallel.pool import RankPool
-from tests.parallel.reshard.sweep import ENGINES, MODELS, Sweep, bytes_held, layouts, plan_of
+from tests.parallel.reshard.sweep import ENGINES, MODELS, Sweep, bytes_held, engines, layouts, plan_of
 
 # Model -> Megatron layouts, on the four ranks of the tests, to one engine of two workers.
 CASES: dict[str, list[Layout]] = {
@@ -33,9 +33,11 @@ def test_every_layout_of_the_sweep_can_train_and_moves_each_byte_once(name: str,
         config = jobs.laid_out(tmp_path, layout)
         degrees = degrees_of(config.parallel)
         assert architecture.problems(degrees) + training_problems(degrees, model.mixes) == []
-        for tp in ENGINES:
-            made = plan_of(config, architecture, tp)
-            assert sum(made.plan.traffic.values()) == sum(bytes_held(made, worker) for worker in range(tp))
+        for engine in engines(model.mixes):
+            made = plan_of(config, architecture, ENGINES[engine])
+            assert sum(made.plan.traffic.values()) == sum(
+                bytes_held(made, worker) for worker in made.plan.target.tensors
+            )
 
 
 @pytest.mark.slow
@@ -43,7 +45,7 @@ def test_every_layout_of_the_sweep_can_train_and_moves_each_byte_once(name: str,
 def test_after_a_sync_the_engine_computes_with_the_trainers_weights_bit_by_bit(
     model: str, ranks: RankPool, tmp_path: Path
 ) -> None:
-    sweep = Sweep(model, tmp_path, engines=(2,))
+    sweep = Sweep(model, "tp2", tmp_path)
     try:
         for layout in CASES[model]:
             sweep.check(ranks, layout)

@@ -1,5 +1,6 @@
 """vLLM's own models, as every worker of some layouts builds them, against the layout of their parameters: what it says
-of their shapes, and that the receiver, which reads the layers themselves, finds the same parts in them."""
+of their shapes; that the receiver, which reads the layers themselves, finds the same parts in them; and that what it
+writes into them in place is what vLLM's own loader makes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -70,3 +71,11 @@ def test_the_layers_of_every_worker_say_the_same_as_the_layout(number: int, buil
         planned = json.loads(json.dumps([asdict(tensor) for tensor in tensors]))
         described = built[number][rank]["described"]
         assert sorted(described, key=itemgetter("name")) == sorted(planned, key=itemgetter("name"))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
+def test_received_weights_are_those_that_vllm_loads_itself_and_stay_where_they_were(
+    number: int, built: list[list[dict[str, Any]]]
+) -> None:
+    for rank, found in enumerate(built[number]):
+        assert (rank, found["differs"], found["moved"]) == (rank, [], [])

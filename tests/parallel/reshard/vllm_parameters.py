@@ -1,8 +1,12 @@
 """A process of its own: what vLLM's models hold on every worker of some layouts, built with weights of no meaning.
 
 Reads [[config.json as an object, tp, pp, expert_parallel], ...] from stdin; the last line of stdout is, for each case
-and each rank, {"shapes": {parameter name: shape}, "described": what the receiver makes of the model's layers: a
-LocalTensor for each parameter, as an object}. The other workers are a process group that only says that they are there.
+and each rank:
+    shapes: {parameter name: shape}
+    described: what the receiver makes of the model's layers, a LocalTensor for each parameter, as an object
+    differs, moved: parameters in which received weights are not those that vLLM itself loads from a checkpoint, and
+        those whose address has changed
+The other workers are a process group that only says that they are there.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ def parameters(config: dict[str, Any], tp: int, pp: int, expert_parallel: bool, 
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from megagent.parallel.reshard.live import describe
+    from megagent.parallel.reshard.vllm import Workers
 
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     found = []
@@ -48,13 +53,61 @@ def parameters(config: dict[str, Any], tp: int, pp: int, expert_parallel: bool, 
             parallel_state.initialize_model_parallel(tp, pp)
             with set_default_torch_dtype(torch.bfloat16):
                 model = initialize_model(vllm_config)
-        shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-        found.append({"shapes": shapes, "described": [asdict(each.tensor) for each in describe(model).values()]})
+            shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+            described = [asdict(each.tensor) for each in describe(model).values()]
+            workers = Workers(tp, pp, expert_parallel=expert_parallel)
+            found.append({"shapes": shapes, "described": described, **received(model, config, workers, rank)})
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
         if dist.is_initialized():
             dist.destroy_process_group()
     return found
+
+
+def received(model: Any, config: dict[str, Any], workers: Any, rank: int) -> Found:
+    """Weights by the receiver, in place as on CUDA, and then the same ones by vLLM's own loader."""
+    import torch
+
+    from megagent.parallel.models import architecture_of
+    from megagent.parallel.reshard import files, vllm
+    from megagent.parallel.reshard.apply import Incoming, InPlace
+    from megagent.parallel.reshard.live import describe
+    from megagent.parallel.reshard.plan import make_plan
+    from megagent.parallel.reshard.rounds import cut_rounds
+
+    architecture = architecture_of(config)
+    generator = torch.Generator().manual_seed(7)
+    full = {
+        name: torch.randn(shape, generator=generator).to(torch.bfloat16)
+        for name, shape in architecture.hf_shapes().items()
+    }
+
+    class End:
+        def fetch(self, copies: Any, destination: Any) -> int:
+            for copy in copies:
+                destination(copy).copy_(full[copy.source][copy.source_slices])
+            return 0
+
+        def finish(self) -> None:
+            pass
+
+    source = files.layout([{name: ("BF16", tuple(tensor.shape)) for name, tensor in full.items()}])
+    plan = make_plan(source, vllm.layout(architecture, workers))
+    plan.check()
+    live = describe(model)
+    parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.data.fill_(7.0)
+    addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+    Incoming(cut_rounds(plan, 3000), rank, live).receive(End(), InPlace(live), 1)  # type: ignore[arg-type]
+    ours = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.data.fill_(9.0)
+    model.load_weights(full.items())
+    return {
+        "differs": [name for name, parameter in parameters.items() if not torch.equal(parameter, ours[name])],
+        "moved": [name for name, parameter in parameters.items() if parameter.data_ptr() != addresses[name]],
+    }
 
 
 def pretend_that_the_others_are_there() -> None:

@@ -33,7 +33,7 @@ def sender_end(
     _check(transport, plan, plan.plan.sends(rank), device, rendezvous)
     if transport in MAPPED:
         return MappedSender(tensors, _memory(transport, device))
-    return PeerSender(plan, rank, tensors, _group(transport, plan, rank, device, rendezvous))
+    return PeerSender(plan, rank, tensors, device, _group(transport, plan, rank, device, rendezvous))
 
 
 def receiver_end(
@@ -44,7 +44,7 @@ def receiver_end(
     if transport in MAPPED:
         return MappedReceiver(plan, worker, _memory(transport, device))
     number = len(plan.spec.sources) + worker
-    return PeerReceiver(plan, worker, _group(transport, plan, number, device, rendezvous))
+    return PeerReceiver(plan, worker, device, _group(transport, plan, number, device, rendezvous))
 
 
 def _check(transport: str, plan: SyncPlan, copies: Any, device: torch.device, rendezvous: Sequence[Any] | None) -> None:
@@ -60,8 +60,8 @@ def _check(transport: str, plan: SyncPlan, copies: Any, device: torch.device, re
         problems.append(f"NCCL has one process on a GPU, and trainer and engines share {len(shared)}")
     if transport in MAPPED:
         pairs = {(copy.source_rank, copy.target_rank) for copy in copies}
-        apart = sorted({(spec.sources[one].node, spec.targets[other].node) for one, other in pairs})
-        if apart := [f"{one} and {other}" for one, other in apart if one != other]:
+        nodes = sorted({(spec.sources[one].node, spec.targets[other].node) for one, other in pairs})
+        if apart := [f"{one} and {other}" for one, other in nodes if one != other]:
             problems.append(f"it reads within one node, and weights go between {', '.join(apart)}")
     if problems:
         others = [name for name in DEVICES if device.type in DEVICES[name] and name != transport]
@@ -79,4 +79,5 @@ def _group(
     size = len(plan.spec.sources) + len(plan.spec.targets)
     if transport == "gloo":
         device = torch.device("cpu")
-    return Group(transport, number, size, rendezvous, device, plan.spec.timeout_s)
+    carrier = device if transport == "nccl" else torch.device("cpu")
+    return Group(transport, number, size, rendezvous, carrier, plan.spec.timeout_s)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagent.errors import InfrastructureError, MegagentError
+from megagent.errors import InfrastructureError
 from megagent.parallel.reshard.plan import Copy
 from megagent.parallel.reshard.spec import SyncPlan
 from megagent.parallel.reshard.transports.base import DTYPES, Destination
@@ -32,19 +32,11 @@ class MappedSender:
         self._memory = memory
         self._shown = torch.full((1,), _CHANGING, dtype=torch.int64)
         self._control = HostMemory().share(self._shown.untyped_storage())
-        self._latest = -1  # version that was offered last
         self._share()  # what cannot be shared fails at the start, and no later sync waits for it
 
     def offer(self, version: int) -> dict[str, Any]:
-        offered = self._shown.item() == version
-        if version < 0 or (version <= self._latest and not offered):
-            raise MegagentError(
-                f"weight sync: version {version} is offered after version {self._latest}, and the weights may have "
-                "changed; count versions upwards, one for each sync"
-            )
         storages, tensors = self._share()
         self._memory.settle()
-        self._latest = version
         self._shown.fill_(version)
         return {"version": version, "control": self._control, "storages": storages, "tensors": tensors}
 
@@ -68,7 +60,7 @@ class MappedSender:
             number = numbers.setdefault(storage.data_ptr(), len(storages))
             if number == len(storages):
                 storages.append(handle)
-            tensors[name] = [number, tensor.storage_offset()]
+            tensors[name] = [number, int(tensor.storage_offset())]
         return storages, tensors
 
 

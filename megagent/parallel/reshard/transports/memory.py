@@ -44,7 +44,8 @@ class HostMemory:
             free = _free_bytes()
             raise MegagentError(
                 f"weight sync: {storage.nbytes()} bytes of weights cannot be moved into shared memory, where "
-                f"{free} bytes are free ({_first_line(error)}); give /dev/shm more room, or use rollout.sync=gloo"
+                f"{free} bytes are free ({_first_line(error)}); give /dev/shm more room (or this process more open "
+                "files), or use rollout.sync=gloo"
             ) from error
         status = os.fstat(descriptor)
         return {"pid": os.getpid(), "fd": descriptor, "inode": status.st_ino, "device": status.st_dev, "bytes": size}

@@ -1,8 +1,9 @@
-"""Peer transports: trainer ranks and workers walk through the rounds of the plan and send each other packed buffers.
+"""Peer transports: trainer ranks and workers walk through the rounds of the plan and send each other their share.
 
 One process group of its own over all trainer ranks and, after them, all workers; Gloo and NCCL differ in how it is
-made. What a rank sends another in one round travels as one message, cast to the target's dtype while it is packed. Two
-rounds are under way at a time: one travels while the other is packed or unpacked.
+made. What a rank sends another in one round travels in a packed buffer, cast to the target's dtype while it is packed;
+a large copy into one piece of memory travels by itself, into that memory and, where nothing is cast or gathered, from
+the trainer's own.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagent.errors import InfrastructureError
-from megagent.parallel.reshard.boxes import Shape
+from megagent.parallel.reshard.boxes import LocalTensor, Region, Shape
 from megagent.parallel.reshard.plan import BYTES, Copy
 from megagent.parallel.reshard.spec import SyncPlan
 from megagent.parallel.reshard.transports.base import DTYPES, Destination
 
-_UNDER_WAY = 2  # rounds
+_UNDER_WAY = 2  # rounds that a sender has begun and not ended: one is packed while the other travels
+_ALONE = 256 << 10  # bytes from which a copy is worth a message
+_ALIGNMENT = 16  # bytes
 _HEADER_TAG = 0
+
+Messages = Iterable[tuple[int, int, Tensor]]  # number of the peer, tag, bytes
 
 
 class Group:
@@ -39,7 +44,8 @@ class Group:
     def __init__(
         self, backend: str, number: int, size: int, rendezvous: Sequence[Any], device: torch.device, timeout_s: float
     ) -> None:
-        """number: of this process in the group; rendezvous: host and port where number 0 listens, from now on."""
+        """number: of this process in the group; rendezvous: host and port where number 0 listens, from now on; device:
+        of what is sent and received."""
         self.name = f"{backend} at {rendezvous[0]}:{rendezvous[1]}"
         self.backend, self.number, self.size, self.device = backend, number, size, device
         self.host, self.port = str(rendezvous[0]), int(rendezvous[1])
@@ -48,17 +54,23 @@ class Group:
         self._failed: str | None = None
         self._store = self._listen() if number == 0 else None
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int) -> list[dist.Work]:
-        """Begin to send and to receive: number of the peer -> bytes. Messages of two tags do not meet."""
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether it can be sent from, and received into, as it lies."""
+        return tensor.device.type == self.device.type and tensor.is_contiguous()
+
+    def exchange(self, sends: Messages, receives: Messages) -> list[dist.Work]:
+        """Begin to send and to receive. Messages between two peers are in the same order at both, and their tags
+        differ."""
         with self._failing("could not be reached"):
             group = self._joined()
+            together = self.backend == "nccl"  # so that NCCL uses the one communicator that all have joined
+            sends, receives = list(sends), list(receives)
             if not sends and not receives:
                 return []
-            together = self.backend == "nccl"  # so that NCCL uses the one communicator that all have joined
             if together:
                 group._start_coalescing()
-            works = [group.send([buffer], peer, tag) for peer, buffer in sends.items()]
-            works += [group.recv([buffer], peer, tag) for peer, buffer in receives.items()]
+            works = [group.send([buffer], peer, tag) for peer, tag, buffer in sends]
+            works += [group.recv([buffer], peer, tag) for peer, tag, buffer in receives]
             return [group._end_coalescing()] if together else works
 
     def wait(self, works: Iterable[dist.Work]) -> None:
@@ -115,9 +127,9 @@ def _make_group(
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = 2 * timeout  # NCCL's watchdog ends the process; a wait's own deadline comes first
         return ProcessGroupNCCL(store, number, size, options)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # By itself Gloo asks the resolver for this node's own name, which need not be an address that others reach.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, port), lazy_init=False)]
@@ -134,52 +146,85 @@ def _own_address(host: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class _Message:
-    """What goes from one rank to another in one round."""
+    """A part of what goes from one rank to another in one round.
 
+    peer: the other's rank; start: where it lies in a buffer for all of these parts; alone: it is one copy, into one
+    piece of memory.
+    """
+
+    peer: int
+    tag: int
     copies: tuple[Copy, ...]
+    start: int
     bytes: int
+    alone: bool
+
+    def place(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.start + self.bytes]
 
 
 @dataclass(frozen=True)
 class _Round:
-    """One end's part of a round. number: also the tag, from 1; messages: by the rank of the peer."""
+    """One end's part of a round."""
 
-    number: int
     copies: tuple[Copy, ...]
-    messages: Mapping[int, _Message]
+    messages: tuple[_Message, ...]
 
 
-class _Messages:
+class _Rounds:
     """One end's part of all rounds, without those that it has none in."""
 
     def __init__(self, plan: SyncPlan, source: int | None = None, target: int | None = None) -> None:
         """Give the rank of the source, or the one of the target."""
-        tensor = plan.plan.target.tensor
-        own = tuple(copy for copy in plan.plan.copies if copy.source_rank == source or copy.target_rank == target)
-        self._dtypes = {key: tensor(*key).dtype for key in {(copy.target_rank, copy.target) for copy in own}}
+        self._targets = plan.plan.target
         self.rounds: list[_Round] = []
-        for number, everybodys in enumerate(plan.rounds, start=1):
+        self.largest = 0  # bytes of a buffer for one peer
+        tags: dict[int, int] = defaultdict(lambda: _HEADER_TAG)
+        for everybodys in plan.rounds:
             copies = tuple(copy for copy in everybodys if copy.source_rank == source or copy.target_rank == target)
-            by_peer: dict[int, list[Copy]] = defaultdict(list)
+            packed: dict[int, list[Copy]] = defaultdict(list)
+            alone: dict[int, list[Copy]] = defaultdict(list)
             for copy in copies:
-                by_peer[copy.source_rank if source is None else copy.target_rank].append(copy)
+                peer = copy.source_rank if source is None else copy.target_rank
+                (alone if self._goes_alone(copy) else packed)[peer].append(copy)
+            messages = []
+            for peer in sorted(packed.keys() | alone.keys()):
+                start = 0
+                for part in (packed[peer], *([copy] for copy in alone[peer])):
+                    if part:
+                        tags[peer] += 1
+                        size = self._end(part)
+                        messages.append(_Message(peer, tags[peer], tuple(part), start, size, part is not packed[peer]))
+                        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+                        self.largest = max(self.largest, start)
             if copies:
-                messages = {peer: _Message(tuple(those), self._end(those)) for peer, those in sorted(by_peer.items())}
-                self.rounds.append(_Round(number, copies, messages))
-        messages = [(peer, message) for each in self.rounds for peer, message in each.messages.items()]
-        self.peers = sorted({peer for peer, _ in messages})
-        self.largest = max((message.bytes for _, message in messages), default=0)
+                self.rounds.append(_Round(copies, tuple(messages)))
+        self.peers = sorted({message.peer for each in self.rounds for message in each.messages})
 
-    def part(self, buffer: Tensor, start: int, copy: Copy) -> tuple[Tensor, int]:
-        """(where a copy lies in a message that is packed up to `start`, where it ends)."""
-        dtype = self._dtypes[copy.target_rank, copy.target]
-        start, end = self._place(start, dtype, copy.shape)
-        return buffer[start:end].view(DTYPES[dtype]).view(copy.shape), end
+    def parts(self, content: Tensor, message: _Message) -> Iterator[tuple[Copy, Tensor]]:
+        """Where the copies of a message lie in its bytes."""
+        end = 0
+        for copy in message.copies:
+            dtype = self._tensor(copy).dtype
+            start, end = self._place(end, dtype, copy.shape)
+            yield copy, content[start:end].view(DTYPES[dtype]).view(copy.shape)
+
+    def dtype(self, copy: Copy) -> torch.dtype:
+        """Of the target's tensor."""
+        return DTYPES[self._tensor(copy).dtype]
+
+    def _tensor(self, copy: Copy) -> LocalTensor:
+        return self._targets.tensor(copy.target_rank, copy.target)
+
+    def _goes_alone(self, copy: Copy) -> bool:
+        tensor = self._tensor(copy)
+        region = Region(copy.target_start, copy.shape)
+        return math.prod(copy.shape) * BYTES[tensor.dtype] >= _ALONE and _in_one_piece(region, tensor.shape)
 
     def _end(self, copies: Iterable[Copy]) -> int:
         end = 0
         for copy in copies:
-            _, end = self._place(end, self._dtypes[copy.target_rank, copy.target], copy.shape)
+            _, end = self._place(end, self._tensor(copy).dtype, copy.shape)
         return end
 
     @staticmethod
@@ -189,15 +234,34 @@ class _Messages:
         return start, start + math.prod(shape) * width
 
 
+def _in_one_piece(region: Region, shape: Shape) -> bool:
+    """Whether a part of a contiguous tensor of this shape is contiguous itself."""
+    first = next((axis for axis, size in enumerate(region.extent) if size > 1), len(shape))
+    return region.extent[first + 1 :] == shape[first + 1 :]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: [bytes] uint8."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 class _Buffers:
     """Buffers of one size, used again and again in one sync."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
+    def __init__(self, size: int, device: torch.device, carrier: torch.device) -> None:
+        """device: where the weights lie; carrier: where the buffers do."""
+        self._size, self._carrier = size, carrier
+        self._pinned = carrier.type == "cpu" and device.type == "cuda"
         self._free: list[Tensor] = []
 
-    def take(self) -> Tensor:
-        return self._free.pop() if self._free else torch.empty(self._size, dtype=torch.uint8, device=self._device)
+    def of(self, peer: int, used: dict[int, Tensor]) -> Tensor:
+        """The one in use for a peer; a free one, which is in use then, if there is none."""
+        if peer not in used:
+            used[peer] = self._free.pop() if self._free else self._fresh()
+        return used[peer]
+
+    def _fresh(self) -> Tensor:
+        return torch.empty(self._size, dtype=torch.uint8, device=self._carrier, pin_memory=self._pinned)
 
     def give_back(self, buffers: Iterable[Tensor]) -> None:
         self._free += buffers
@@ -207,10 +271,12 @@ class _Buffers:
 
 
 class PeerSender:
-    def __init__(self, plan: SyncPlan, rank: int, tensors: Mapping[str, Tensor], group: Group) -> None:
-        self._tensors, self._group = tensors, group
+    def __init__(
+        self, plan: SyncPlan, rank: int, tensors: Mapping[str, Tensor], device: torch.device, group: Group
+    ) -> None:
+        self._tensors, self._device, self._group = tensors, device, group
         self._ranks = len(plan.spec.sources)  # workers come after them
-        self._messages = _Messages(plan, source=rank)
+        self._rounds = _Rounds(plan, source=rank)
         self._header = _Header(plan.digest, group)
 
     def offer(self, version: int) -> dict[str, Any]:
@@ -218,95 +284,96 @@ class PeerSender:
 
     @torch.no_grad()
     def send(self, version: int) -> int:
-        peers = [self._ranks + worker for worker in self._messages.peers]
-        self._header.exchange(version, peers, "worker", self._ranks)
-        buffers = _Buffers(self._messages.largest, self._group.device)
-        under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._header.exchange(version, [self._ranks + worker for worker in self._rounds.peers], "worker", self._ranks)
+        buffers = _Buffers(self._rounds.largest, self._device, self._group.device)
+        under_way: deque[tuple[list[dist.Work], dict[int, Tensor]]] = deque()
         sent = 0
 
         def complete() -> None:
             works, used = under_way.popleft()
             self._group.wait(works)
-            buffers.give_back(used)
+            buffers.give_back(used.values())
 
-        for each in self._messages.rounds:
+        for each in self._rounds.rounds:
             if len(under_way) == _UNDER_WAY:
                 complete()
-            used, sends = [], {}
-            for worker, message in each.messages.items():
-                used.append(buffers.take())
-                self._pack(used[-1], message)
-                sends[self._ranks + worker] = used[-1][: message.bytes]
+            used: dict[int, Tensor] = {}  # by peer
+            sends = []
+            for message in each.messages:
+                content = self._own(message)
+                if content is None:
+                    content = message.place(buffers.of(message.peer, used))
+                    for copy, part in self._rounds.parts(content, message):
+                        part.copy_(self._tensors[copy.source][copy.source_slices])
+                sends.append((self._ranks + message.peer, message.tag, content))
                 sent += message.bytes
-            under_way.append((self._group.exchange(sends, {}, each.number), used))
+            under_way.append((self._group.exchange(sends, ()), used))
         while under_way:
             complete()
         return sent
 
     def withdraw(self) -> None:
-        pass  # `send` has copied everything before it returns
+        pass  # when `send` returns, everything has left the tensors
 
     def close(self) -> None:
         self._group.close()
 
-    def _pack(self, buffer: Tensor, message: _Message) -> None:
-        position = 0
-        for copy in message.copies:
-            part, position = self._messages.part(buffer, position, copy)
-            part.copy_(self._tensors[copy.source][copy.source_slices])
+    def _own(self, message: _Message) -> Tensor | None:
+        """The content where it lies, None if it has to be packed first."""
+        if not message.alone:
+            return None
+        (copy,) = message.copies
+        part = self._tensors[copy.source][copy.source_slices]
+        as_it_is = self._group.takes(part) and part.dtype == self._rounds.dtype(copy)
+        return _bytes_of(part) if as_it_is else None
 
 
 class PeerReceiver:
-    def __init__(self, plan: SyncPlan, worker: int, group: Group) -> None:
+    def __init__(self, plan: SyncPlan, worker: int, device: torch.device, group: Group) -> None:
         self._group = group
-        self._messages = _Messages(plan, target=worker)
+        self._rounds = _Rounds(plan, target=worker)
         self._header = _Header(plan.digest, group)
-        self._buffers = _Buffers(self._messages.largest, group.device)
-        self._coming: Iterator[_Round] = iter(())
-        self._under_way: deque[tuple[_Round, list[dist.Work], dict[int, Tensor]]] = deque()
+        self._buffers = _Buffers(self._rounds.largest, device, group.device)
+        self._coming: deque[_Round] = deque()
 
     def open(self, offers: Mapping[int, Mapping[str, Any]], version: int) -> None:
-        stale = [rank for rank in self._messages.peers if offers.get(rank, {}).get("version", version) != version]
+        stale = [rank for rank in self._rounds.peers if offers.get(rank, {}).get("version", version) != version]
         if stale:
             raise InfrastructureError(f"weight sync: ranks {stale} do not offer version {version}")
-        self._header.exchange(version, self._messages.peers, "rank", 0)
-        self._coming = iter(self._messages.rounds)
-        self._under_way.clear()
-        for _ in range(_UNDER_WAY):
-            self._begin_next()
+        self._header.exchange(version, self._rounds.peers, "rank", 0)
+        self._coming = deque(self._rounds.rounds)
 
     def fetch(self, copies: Iterable[Copy], destination: Destination) -> int:
         copies = tuple(copies)
         if not copies:
             return 0
-        if not self._under_way or self._under_way[0][0].copies != copies:
+        if not self._coming or self._coming[0].copies != copies:
             raise RuntimeError("fetch() takes the rounds of this worker one by one, in the plan's order")
-        _, works, buffers = self._under_way.popleft()
-        self._group.wait(works)
-        positions = dict.fromkeys(buffers, 0)
-        for copy in copies:
-            source = copy.source_rank
-            part, positions[source] = self._messages.part(buffers[source], positions[source], copy)
-            destination(copy).copy_(part)
-        self._buffers.give_back(buffers.values())
-        self._begin_next()
-        return sum(positions.values())
+        messages = self._coming.popleft().messages
+        receives, packed = [], []
+        used: dict[int, Tensor] = {}  # by peer
+        for message in messages:
+            place = destination(message.copies[0]) if message.alone else None
+            if place is not None and self._group.takes(place):
+                content = _bytes_of(place)
+            else:
+                content = message.place(self._buffers.of(message.peer, used))
+                packed.append((message, content))
+            receives.append((message.peer, message.tag, content))
+        self._group.wait(self._group.exchange((), receives))
+        for message, content in packed:
+            for copy, part in self._rounds.parts(content, message):
+                destination(copy).copy_(part)
+        self._buffers.give_back(used.values())
+        return sum(message.bytes for message in messages)
 
     def finish(self) -> None:
-        if self._under_way:
+        if self._coming:
             raise RuntimeError("finish() comes after the last round")
         self._buffers.clear()
 
     def close(self) -> None:
         self._group.close()
-
-    def _begin_next(self) -> None:
-        following = next(self._coming, None)
-        if following is None:
-            return
-        buffers = {source: self._buffers.take() for source in following.messages}
-        receives = {source: buffers[source][: message.bytes] for source, message in following.messages.items()}
-        self._under_way.append((following, self._group.exchange({}, receives, following.number), buffers))
 
 
 class _Header:
@@ -321,7 +388,8 @@ class _Header:
         words = [int.from_bytes(part, "big", signed=True) for part in _parts(bytes.fromhex(self._digest), 8)]
         own = torch.tensor([version, *words], dtype=torch.int64, device=self._group.device)
         theirs = {peer: torch.empty_like(own) for peer in peers}
-        self._group.wait(self._group.exchange(dict.fromkeys(peers, own), theirs, _HEADER_TAG))
+        sends = [(peer, _HEADER_TAG, own) for peer in peers]
+        self._group.wait(self._group.exchange(sends, [(peer, _HEADER_TAG, header) for peer, header in theirs.items()]))
         problems = []
         for peer, header in theirs.items():
             if not torch.equal(header[1:], own[1:]):
