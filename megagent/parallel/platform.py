@@ -12,7 +12,9 @@ import importlib.util
 import logging
 import os
 import queue
+import shutil
 import sys
+import sysconfig
 import types
 import warnings
 from collections.abc import Sequence
@@ -65,7 +67,8 @@ class Kernels:
 
     def describe(self) -> str:
         fused = "fused weight gradients" if self.grad_accumulation else "plain weight gradients"
-        return f"{self.spec.replace('_', ' ')} layers, {fused}"
+        compiled = ", compiled activations" if self.compiled else ""
+        return f"{self.spec.replace('_', ' ')} layers, {fused}{compiled}"
 
 
 _installed: Platform | None = None
@@ -120,11 +123,17 @@ def kernels(kind: str) -> Kernels:
         return Kernels(spec="local", grad_accumulation=False, compiled=False, stream=False)
     spec = "transformer_engine" if _has("transformer_engine") else "local"
     fused = _has("fused_weight_gradient_mlp_cuda")
-    return Kernels(spec=spec, grad_accumulation=fused, compiled=True, stream=True)
+    return Kernels(spec=spec, grad_accumulation=fused, compiled=_has("triton") and _has_compiler(), stream=True)
 
 
 def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def _has_compiler() -> bool:
+    """Whether Triton can build what starts its kernels: with CC, gcc or clang, against Python's headers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(compiler) and os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
 
 
 def prepare_group_environment(master: str) -> None:

@@ -67,3 +67,12 @@ def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_description_names_the_kernels() -> None:
     assert platform.kernels("cpu").describe() == "local layers, plain weight gradients"
+
+
+def test_activations_are_compiled_only_where_triton_can_build_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "_has", lambda module: module == "triton")
+    monkeypatch.setattr(platform.os.path, "exists", lambda path: str(path).endswith("Python.h"))
+    for compiler in ("gcc", "clang", None):
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(platform.shutil, "which", lambda name, found=compiler: name if name == found else None)
+        assert platform.kernels("cuda").compiled == (compiler is not None)
