@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from megagent.algos.advantages import estimate_advantages
 from megagent.algos.correction import correct_for_sampler
+from megagent.algos.finite import require_finite
 from megagent.algos.groups import number
 from megagent.algos.kl import charge_kl
-from megagent.algos.finite import require_finite
 from megagent.algos.penalty import apply_invalid_action_penalty, fines
 from megagent.algos.returns import discounted_returns
 from megagent.algos.rewards import place_episode_reward
