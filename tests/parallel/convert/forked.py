@@ -186,6 +186,7 @@ def orphans(folder: Path, every: int) -> Iterator[str]:
             if os.waitpid(process, os.WNOHANG) != (0, 0):
                 yield "the conversion ended before it was killed"
                 return
+            time.sleep(0.005)
         # In the order of their start; the first one only keeps count of semaphores.
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
         os.kill(process if victim == "first" else int(children[-1]), signal.SIGKILL)
