@@ -18,7 +18,7 @@ _JOURNAL = ".journal"
 _WORKERS = ".workers"  # locked, too, by the processes that do the work
 # What a folder has that may be replaced: a model or a checkpoint, and not somebody's home.
 _MARKS = ("config.json", "latest_checkpointed_iteration.txt", "metadata.json")
-_ORPHANS_END = 60.0  # seconds that processes of a conversion that was killed are given to notice it
+_ORPHANS_END = 180.0  # seconds that processes of a conversion that was killed are given to notice it
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 
 
