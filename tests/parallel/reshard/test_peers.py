@@ -248,7 +248,7 @@ def test_two_rounds_at_most_are_under_way_in_buffers_that_are_used_again(
     ends.close()
     assert len(plan.rounds) > 3
     pairs = len(plan.plan.traffic)
-    assert len(taken) <= (2 + 1) * pairs  # a sender has two rounds under way, a receiver one
+    assert len(taken) <= 2 * 2 * pairs  # both ends of a pair, two rounds
     assert max(taken) <= plan.spec.buffer_bytes + 16 * len(plan.plan.copies)  # messages begin at whole words
 
 

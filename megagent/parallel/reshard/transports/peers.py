@@ -27,7 +27,7 @@ from megagent.parallel.reshard.plan import BYTES, Copy
 from megagent.parallel.reshard.spec import SyncPlan
 from megagent.parallel.reshard.transports.base import DTYPES, Destination
 
-_UNDER_WAY = 2  # rounds that a sender has begun and not ended: one is packed while the other travels
+_UNDER_WAY = 2  # rounds that are begun at a time: one travels while the other is packed, or unpacked and made use of
 _ALONE = 256 << 10  # bytes from which a copy is worth a message
 _ALIGNMENT = 16  # bytes
 _HEADER_TAG = 0
@@ -332,6 +332,16 @@ class PeerSender:
         return _bytes_of(part) if self._group.takes(part) else None
 
 
+@dataclass(frozen=True)
+class _Receiving:
+    """A round that a worker has begun to receive. packed: messages that go on from a buffer; used: those buffers."""
+
+    round: _Round
+    works: list[dist.Work]
+    packed: list[tuple[_Message, Tensor]]
+    used: dict[int, Tensor]
+
+
 class PeerReceiver:
     def __init__(self, plan: SyncPlan, worker: int, device: torch.device, group: Group) -> None:
         self._group = group
@@ -339,24 +349,36 @@ class PeerReceiver:
         self._header = _Header(plan.digest, group)
         self._buffers = _Buffers(self._rounds.largest, device, group.device)
         self._coming: deque[_Round] = deque()
+        self._begun: deque[_Receiving] = deque()
 
     def open(self, offers: Mapping[int, Mapping[str, Any]], version: int) -> None:
         stale = [rank for rank in self._rounds.peers if offers.get(rank, {}).get("version", version) != version]
         if stale:
             raise InfrastructureError(f"weight sync: ranks {stale} do not offer version {version}")
         self._header.exchange(version, self._rounds.peers, "rank", 0)
-        self._coming = deque(self._rounds.rounds)
+        self._coming, self._begun = deque(self._rounds.rounds), deque()
 
     def fetch(self, copies: Iterable[Copy], destination: Destination) -> int:
         copies = tuple(copies)
         if not copies:
             return 0
-        if not self._coming or self._coming[0].copies != copies:
+        following = self._begun[0].round if self._begun else next(iter(self._coming), None)
+        if following is None or following.copies != copies:
             raise RuntimeError("fetch() takes the rounds of this worker one by one, in the plan's order")
-        messages = self._coming.popleft().messages
+        while self._coming and len(self._begun) < _UNDER_WAY:
+            self._begin(self._coming.popleft(), destination)
+        begun = self._begun.popleft()
+        self._group.wait(begun.works)
+        for message, content in begun.packed:
+            for copy, part in self._rounds.parts(content, message):
+                destination(copy).copy_(part)
+        self._buffers.give_back(begun.used.values())
+        return sum(message.bytes for message in begun.round.messages)
+
+    def _begin(self, each: _Round, destination: Destination) -> None:
         receives, packed = [], []
         used: dict[int, Tensor] = {}  # by peer
-        for message in messages:
+        for message in each.messages:
             place = destination(message.copies[0]) if message.start is None else None
             if place is not None and self._group.takes(place):
                 content = _bytes_of(place)
@@ -364,15 +386,10 @@ class PeerReceiver:
                 content = self._buffers.room(message, used)
                 packed.append((message, content))
             receives.append((message.peer, message.tag, content))
-        self._group.wait(self._group.exchange((), receives))
-        for message, content in packed:
-            for copy, part in self._rounds.parts(content, message):
-                destination(copy).copy_(part)
-        self._buffers.give_back(used.values())
-        return sum(message.bytes for message in messages)
+        self._begun.append(_Receiving(each, self._group.exchange((), receives), packed, used))
 
     def finish(self) -> None:
-        if self._coming:
+        if self._coming or self._begun:
             raise RuntimeError("finish() comes after the last round")
         self._buffers.clear()
 
