@@ -15,7 +15,7 @@ from megagent.parallel.reshard.plan import Plan, make_plan
 from megagent.parallel.reshard.rounds import Rounds, cut_rounds
 from megagent.parallel.reshard.vllm import Workers
 
-BUFFER_BYTES = 128 << 20
+BUFFER_BYTES = 64 << 20
 TIMEOUT_S = 300.0
 
 
