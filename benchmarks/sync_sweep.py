@@ -54,9 +54,11 @@ def run(options: argparse.Namespace) -> tuple[int, list[str]]:
                         syncs += len(TRANSPORTS)
                         try:
                             sweep.check(pool, layout)
-                        except (AssertionError, JobFailed) as error:
+                        except Exception as error:  # whatever it is, the other engines are tried
                             failures.append(f"{sweep.name} {layout}: {error}")
                             print(failures[-1], file=sys.stderr, flush=True)
+                            if not isinstance(error, AssertionError | JobFailed):
+                                break
                         if not options.json:
                             seconds = time.monotonic() - began
                             print(f"{sweep.name:28} {ranks_of(layout)} ranks {layout}: {seconds:.0f} s", flush=True)

@@ -56,13 +56,15 @@ def open_bridge(config: Config, platform: str, placement: Placement, actor: Rank
     """
     if config.rollout.sync == "gather":
         return FileBridge(config.rollout.sync_dir)
+    sources, targets = placement.devices(actor.nodes(), rollout.nodes())
     spec = SyncSpec(
         degrees=degrees_of(config.parallel),
         workers=Workers(tp=config.rollout.tp, engines=config.rollout.engines),
         source_dtype=DTYPES[config.model.dtype],
         target_dtype=DTYPES[config.model.dtype],
         timeout_s=config.cluster.timeout_s,
-        **placement.devices(actor.nodes(), rollout.nodes()),
+        sources=sources,
+        targets=targets,
     )
     plan = make_sync_plan(spec, architecture_of(hf_config_of(config.model.path)))
     transport = choose_transport(config.rollout.sync, platform, plan, config.rollout.placement)

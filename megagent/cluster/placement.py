@@ -108,15 +108,17 @@ class Placement:
             "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}},
         }
 
-    def devices(self, rank_nodes: Sequence[str], engine_nodes: Sequence[str]) -> dict[str, tuple[Device, ...]]:
-        """The devices of all ranks ("sources") and of all engines' workers ("targets"), as SyncSpec takes them.
+    def devices(
+        self, rank_nodes: Sequence[str], engine_nodes: Sequence[str]
+    ) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
+        """(those of all ranks, those of all engines' workers), as SyncSpec takes them.
 
         rank_nodes, engine_nodes: where Ray has put them; on CUDA the GPUs say it.
         """
         tp = self.config.rollout.tp
         if self.group is None:
             targets = [Device(node) for node in engine_nodes for _ in range(tp)]
-            return {"sources": tuple(Device(node) for node in rank_nodes), "targets": tuple(targets)}
+            return tuple(Device(node) for node in rank_nodes), tuple(targets)
         ranks = self.gpus[: len(rank_nodes)]
         workers = [gpu for engine in range(len(engine_nodes)) for gpu in self._gpus_of(engine)]
-        return {"sources": tuple(Device(*gpu) for gpu in ranks), "targets": tuple(Device(*gpu) for gpu in workers)}
+        return tuple(Device(*gpu) for gpu in ranks), tuple(Device(*gpu) for gpu in workers)

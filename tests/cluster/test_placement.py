@@ -54,10 +54,8 @@ def test_colocated_engines_share_the_gpus_of_consecutive_ranks(monkeypatch: pyte
     found = placed(monkeypatch, "a1 a0 b1 b0", ranks=4, tp=2, engines=2, sync="nccl")
     assert [seen(found, engine) for engine in (0, 1)] == ["0,1", "0,1"]
     assert found.engine_options(1)["scheduling_strategy"].node_id == node("b")
-    assert found.devices([*map(node, "aabb")], [*map(node, "ab")]) == {
-        "sources": (Device(node("a"), 0), Device(node("a"), 1), Device(node("b"), 0), Device(node("b"), 1)),
-        "targets": (Device(node("a"), 0), Device(node("a"), 1), Device(node("b"), 0), Device(node("b"), 1)),
-    }
+    ranks, workers = found.devices([*map(node, "aabb")], [*map(node, "ab")])
+    assert ranks == workers == (Device(node("a"), 0), Device(node("a"), 1), Device(node("b"), 0), Device(node("b"), 1))
 
 
 def test_disaggregated_engines_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +64,8 @@ def test_disaggregated_engines_have_gpus_of_their_own(monkeypatch: pytest.Monkey
     assert len(found.group.bundles) == 4
     assert [seen(found, engine) for engine in (0, 1)] == ["2", "3"]
     assert [found.rank_options(rank) for rank in (0, 1)] == [{"bundle": 0}, {"bundle": 1}]
-    targets = found.devices([node("a")] * 2, [node("a")] * 2)["targets"]
-    assert targets == (Device(node("a"), 2), Device(node("a"), 3))
+    _, workers = found.devices([node("a")] * 2, [node("a")] * 2)
+    assert workers == (Device(node("a"), 2), Device(node("a"), 3))
 
 
 def test_an_engine_that_reads_memory_sees_the_gpus_of_others_after_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +81,6 @@ def test_a_disaggregated_engine_does_not_span_two_nodes(monkeypatch: pytest.Monk
 def test_on_cpu_a_device_is_a_node() -> None:
     config = Config()
     config.rollout.tp = 2
-    found = Placement(config, "cpu").devices([node("a")], [node("a"), node("b")])
-    assert found == {
-        "sources": (Device(node("a")),),
-        "targets": (Device(node("a")), Device(node("a")), Device(node("b")), Device(node("b"))),
-    }
+    ranks, workers = Placement(config, "cpu").devices(["a"], ["a", "b"])
+    assert ranks == (Device("a"),)
+    assert workers == (Device("a"), Device("a"), Device("b"), Device("b"))

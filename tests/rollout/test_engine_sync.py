@@ -199,24 +199,43 @@ def test_a_sender_that_dies_in_the_middle_ends_the_engine(apart: Pair) -> None:
     assert other.startswith("raised: weight sync over gloo")
 
 
-def test_a_receiver_that_dies_in_the_middle_fails_the_senders(tmp_path: Path) -> None:
+@pytest.fixture
+def stuck(tmp_path: Path) -> Iterator[tuple[Pair, int]]:
+    """A pair and the version of its next sync, in the middle of which rank 1 waits to be told to go on."""
     pair = Pair(tmp_path, 1, tied=False, placement="disaggregated", transport="gloo")
     try:
         version = pair.learn(seed=8)
         pair.trainers.call("fail_after", 5, "wait")
         pair.run(pair.engine.prepare(version))
-
-        async def kill_in_the_middle() -> Any:
-            moving = asyncio.create_task(pair.move(version))
-            assert await asyncio.to_thread(pair.trainers.answer, 1) == "waiting"
-            os.kill(pair.engine.processes[0], signal.SIGKILL)
-            pair.trainers.tell(1, "go on")
-            return await asyncio.gather(moving, return_exceptions=True)
-
-        [moved] = pair.run(kill_in_the_middle())
-        assert isinstance(moved, InfrastructureError)
-        with pytest.raises(InfrastructureError, match="unusable"):
-            pair.generate()
-        assert all(str(answer).startswith("raised: weight sync over gloo") for answer in pair.trainers.answers())
+        yield pair, version
     finally:
         pair.close()
+
+
+def test_a_sender_that_hangs_in_the_middle_ends_the_engine_at_its_deadline(stuck: tuple[Pair, int]) -> None:
+    pair, version = stuck
+    pair.engine._timeout_s = 10.0
+    with pytest.raises(InfrastructureError, match=f"update to weights version {version} failed.*took longer than 10 s"):
+        pair.run(pair.move(version))
+    with pytest.raises(InfrastructureError, match="unusable"):
+        pair.generate()
+    assert pair.trainers.answer(1) == "waiting"
+    pair.trainers.tell(1, "go on")
+    assert all(str(answer).startswith("raised: weight sync over gloo") for answer in pair.trainers.answers())
+
+
+def test_a_receiver_that_dies_in_the_middle_fails_the_senders(stuck: tuple[Pair, int]) -> None:
+    pair, version = stuck
+
+    async def kill_in_the_middle() -> Any:
+        moving = asyncio.create_task(pair.move(version))
+        assert await asyncio.to_thread(pair.trainers.answer, 1) == "waiting"
+        os.kill(pair.engine.processes[0], signal.SIGKILL)
+        pair.trainers.tell(1, "go on")
+        return await asyncio.gather(moving, return_exceptions=True)
+
+    [moved] = pair.run(kill_in_the_middle())
+    assert isinstance(moved, InfrastructureError)
+    with pytest.raises(InfrastructureError, match="unusable"):
+        pair.generate()
+    assert all(str(answer).startswith("raised: weight sync over gloo") for answer in pair.trainers.answers())

@@ -180,18 +180,18 @@ class Incoming:
         self._close(target, self._padding, report)
 
         def destination(copy: Copy) -> Tensor:
+            if copy.target not in opened:  # also of a later round, for an end that looks ahead
+                opened[copy.target] = target.open(copy.target)
             return opened[copy.target][copy.target_slices]
 
         for copies in self.rounds:
-            names = list(dict.fromkeys(copy.target for copy in copies))
-            opened |= {name: target.open(name) for name in names if name not in opened}
             report.bytes += end.fetch(copies, destination)
             if checksum is not None:
                 for copy in copies:
                     total = report.checksums.get(copy.target, 0) + checksum(copy, destination(copy))
                     report.checksums[copy.target] = total % 2**64
             left.subtract(copy.target for copy in copies)
-            done = [name for name in names if not left[name]]
+            done = [name for name in dict.fromkeys(copy.target for copy in copies) if not left[name]]
             for name in done:
                 del opened[name]
             self._close(target, done, report)

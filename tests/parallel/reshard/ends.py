@@ -131,6 +131,14 @@ class Recorder(WorkerCalls):
 
     def record(self, digests: bool) -> None:
         """Look on from now on; digests: take them too, which takes time."""
+        from vllm.distributed.parallel_state import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            # vLLM 0.32 makes them in a first run without work, which it leaves out on CPUs.
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=self.device
+            )
         self.takes_digests = digests
         self.digests: dict[str, str] = {}
         self.packing_s = 0.0

@@ -202,8 +202,9 @@ def test_one_layer_is_fresh_at_a_time_where_one_follows_the_other() -> None:
     class Watching(End):
         def fetch(self, copies: Iterable[Copy], destination: Destination) -> int:
             nonlocal most
+            moved = super().fetch(copies, destination)
             most = max(most, len(target._fresh))
-            return super().fetch(copies, destination)
+            return moved
 
     rounds = tuple((copy_of(name, (1, 2)),) for name in live)
     Incoming(rounds, 0, live).receive(Watching({name: torch.ones(1, 2) for name in live}), target, 1)

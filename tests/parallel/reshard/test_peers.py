@@ -50,12 +50,18 @@ def groups(backend: str, size: int) -> list[Group]:
 class Ends:
     """Both sides of a plan."""
 
-    def __init__(self, plan: SyncPlan, tensors: dict[int, dict[str, torch.Tensor]], backend: str = "gloo") -> None:
+    def __init__(
+        self,
+        plan: SyncPlan,
+        tensors: dict[int, dict[str, torch.Tensor]],
+        backend: str = "gloo",
+        device: torch.device = CPU,
+    ) -> None:
         ranks, workers = len(plan.spec.sources), len(plan.spec.targets)
         self.plan, self.workers = plan, range(workers)
         self.groups = groups(backend, ranks + workers)
-        self.senders = [PeerSender(plan, rank, tensors[rank], CPU, self.groups[rank]) for rank in range(ranks)]
-        self.receivers = [PeerReceiver(plan, worker, CPU, self.groups[ranks + worker]) for worker in range(workers)]
+        self.senders = [PeerSender(plan, rank, tensors[rank], device, self.groups[rank]) for rank in range(ranks)]
+        self.receivers = [PeerReceiver(plan, worker, device, self.groups[ranks + worker]) for worker in range(workers)]
 
     def sync(self, version: int) -> tuple[int, int, dict[int, dict[str, torch.Tensor]]]:
         """Bytes sent, bytes received, and what the workers have."""
@@ -133,10 +139,14 @@ def test_what_the_plan_says_arrives_in_the_targets_dtype(
     if backend == "nccl":
         monkeypatch.setattr(peers, "_make_group", lambda _, *rest: Coalescing(make("gloo", *rest)))
     plan = make_sync_plan(terms(dtype), tiny(FAMILY))
-    held = {rank: sources(plan, FAMILY, rank) for rank in range(2)}
+    held = {
+        rank: {name: torch.nn.Parameter(tensor) for name, tensor in sources(plan, FAMILY, rank).items()}
+        for rank in range(2)
+    }
     ends = Ends(plan, held, backend)
     expected = {worker: targets(plan, worker) for worker in ends.workers}
-    hold.execute(plan.plan, held, expected)
+    with torch.no_grad():
+        hold.execute(plan.plan, held, expected)
     for version in (1, 2):
         sent, received, written = ends.sync(version)
         assert sent == received == sum(plan.plan.traffic.values())
@@ -148,12 +158,12 @@ def test_what_the_plan_says_arrives_in_the_targets_dtype(
     ends.close()
 
 
-def assert_equal_layouts_sync() -> None:
-    """Two ranks and two workers that hold the same tensors."""
+def assert_equal_layouts_sync(device: torch.device = CPU) -> None:
+    """Two ranks and two workers that hold the same tensors; device: where they say that these lie."""
     layout = Layout("both", dict.fromkeys(range(2), (whole("rows", (6, 4), "F32"), whole("vector", (7,), "F32"))))
     plan = make_plan(layout, layout)
     held = {rank: {"rows": torch.randn(6, 4), "vector": torch.randn(7)} for rank in range(2)}
-    ends = Ends(SyncPlan(terms(), plan, cut_rounds(plan, 60)), held)
+    ends = Ends(SyncPlan(terms(), plan, cut_rounds(plan, 60)), held, device=device)
     _, _, written = ends.sync(1)
     assert all(torch.equal(written[rank][name], held[rank][name]) for rank in range(2) for name in held[rank])
     ends.close()
@@ -163,15 +173,18 @@ def test_large_rows_go_from_the_trainers_memory_into_the_workers_and_nothing_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(peers, "_ALONE", 1)
-    monkeypatch.setattr(peers._Buffers, "of", lambda *_: pytest.fail("a buffer"))
+    monkeypatch.setattr(peers._Buffers, "room", lambda *_: pytest.fail("a buffer"))
     assert_equal_layouts_sync()
 
 
-def test_what_a_group_cannot_take_as_it_lies_goes_through_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As weights of a GPU do over Gloo."""
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_a_group_cannot_take_as_it_lies_goes_through_buffers(
+    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As weights of a GPU do over Gloo, and parameters that do not lie as the plan assumes."""
     monkeypatch.setattr(peers, "_ALONE", 1)
     monkeypatch.setattr(Group, "takes", lambda self, tensor: False)
-    assert_equal_layouts_sync()
+    assert_equal_layouts_sync(torch.device("meta") if elsewhere else CPU)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +248,7 @@ def test_two_rounds_at_most_are_under_way_in_buffers_that_are_used_again(
     ends.close()
     assert len(plan.rounds) > 3
     pairs = len(plan.plan.traffic)
-    assert len(taken) <= (2 + 1) * pairs  # a sender has two rounds under way, a receiver one
+    assert len(taken) <= 2 * 2 * pairs  # both ends of a pair, two rounds
     assert max(taken) <= plan.spec.buffer_bytes + 16 * len(plan.plan.copies)  # messages begin at whole words
 
 

@@ -46,7 +46,10 @@ class ReceiverEnd(Protocol):
         ...
 
     def fetch(self, copies: Iterable[Copy], destination: Destination) -> int:
-        """Bring one round's copies to this worker, cast to the destination's dtype; returns bytes moved."""
+        """Bring one round's copies to this worker, cast to the destination's dtype; returns bytes moved.
+
+        Rounds are fetched in the plan's order, those that have copies to this worker. Destinations of the round that
+        follows may be asked for too: what comes for it lands there from now on."""
         ...
 
     def finish(self) -> None:

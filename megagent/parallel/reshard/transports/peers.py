@@ -27,7 +27,7 @@ from megagent.parallel.reshard.plan import BYTES, Copy
 from megagent.parallel.reshard.spec import SyncPlan
 from megagent.parallel.reshard.transports.base import DTYPES, Destination
 
-_UNDER_WAY = 2  # rounds that a sender has begun and not ended: one is packed while the other travels
+_UNDER_WAY = 2  # rounds that are begun at a time: one travels while the other is packed, or unpacked and made use of
 _ALONE = 256 << 10  # bytes from which a copy is worth a message
 _ALIGNMENT = 16  # bytes
 _HEADER_TAG = 0
@@ -148,19 +148,15 @@ def _own_address(host: str, port: int) -> str:
 class _Message:
     """A part of what goes from one rank to another in one round.
 
-    peer: the other's rank; start: where it lies in a buffer for all of these parts; alone: it is one copy, into one
-    piece of memory.
+    peer: the other's rank; start: where it lies in the buffer for this
+    peer and round, None if this end needs no room for it: it is sent from, or received into, its tensor.
     """
 
     peer: int
     tag: int
     copies: tuple[Copy, ...]
-    start: int
     bytes: int
-    alone: bool
-
-    def place(self, buffer: Tensor) -> Tensor:
-        return buffer[self.start : self.start + self.bytes]
+    start: int | None
 
 
 @dataclass(frozen=True)
@@ -174,9 +170,10 @@ class _Round:
 class _Rounds:
     """One end's part of all rounds, without those that it has none in."""
 
-    def __init__(self, plan: SyncPlan, source: int | None = None, target: int | None = None) -> None:
-        """Give the rank of the source, or the one of the target."""
-        self._targets = plan.plan.target
+    def __init__(self, plan: SyncPlan, direct: bool, source: int | None = None, target: int | None = None) -> None:
+        """direct: whether tensors lie where messages are sent from and received into; give the rank of the source, or
+        the one of the target."""
+        self._sources, self._targets = plan.plan.source, plan.plan.target
         self.rounds: list[_Round] = []
         self.largest = 0  # bytes of a buffer for one peer
         tags: dict[int, int] = defaultdict(lambda: _HEADER_TAG)
@@ -191,10 +188,14 @@ class _Rounds:
             for peer in sorted(packed.keys() | alone.keys()):
                 start = 0
                 for part in (packed[peer], *([copy] for copy in alone[peer])):
-                    if part:
-                        tags[peer] += 1
-                        size = self._end(part)
-                        messages.append(_Message(peer, tags[peer], tuple(part), start, size, part is not packed[peer]))
+                    if not part:
+                        continue
+                    tags[peer] += 1
+                    size, is_alone = self._end(part), part is not packed[peer]
+                    needs_room = not (direct and is_alone and (source is None or self._leaves_as_it_is(part[0])))
+                    place = start if needs_room else None
+                    messages.append(_Message(peer, tags[peer], tuple(part), size, place))
+                    if needs_room:
                         start += -(-size // _ALIGNMENT) * _ALIGNMENT
                         self.largest = max(self.largest, start)
             if copies:
@@ -209,10 +210,6 @@ class _Rounds:
             start, end = self._place(end, dtype, copy.shape)
             yield copy, content[start:end].view(DTYPES[dtype]).view(copy.shape)
 
-    def dtype(self, copy: Copy) -> torch.dtype:
-        """Of the target's tensor."""
-        return DTYPES[self._tensor(copy).dtype]
-
     def _tensor(self, copy: Copy) -> LocalTensor:
         return self._targets.tensor(copy.target_rank, copy.target)
 
@@ -220,6 +217,12 @@ class _Rounds:
         tensor = self._tensor(copy)
         region = Region(copy.target_start, copy.shape)
         return math.prod(copy.shape) * BYTES[tensor.dtype] >= _ALONE and _in_one_piece(region, tensor.shape)
+
+    def _leaves_as_it_is(self, copy: Copy) -> bool:
+        held = self._sources.tensor(copy.source_rank, copy.source)
+        return held.dtype == self._tensor(copy).dtype and _in_one_piece(
+            Region(copy.source_start, copy.shape), held.shape
+        )
 
     def _end(self, copies: Iterable[Copy]) -> int:
         end = 0
@@ -254,11 +257,13 @@ class _Buffers:
         self._pinned = carrier.type == "cpu" and device.type == "cuda"
         self._free: list[Tensor] = []
 
-    def of(self, peer: int, used: dict[int, Tensor]) -> Tensor:
-        """The one in use for a peer; a free one, which is in use then, if there is none."""
-        if peer not in used:
-            used[peer] = self._free.pop() if self._free else self._fresh()
-        return used[peer]
+    def room(self, message: _Message, used: dict[int, Tensor]) -> Tensor:
+        """For a message, in the buffer that is in use for its peer; a free one is from now on, if none is."""
+        if message.start is None:
+            return torch.empty(message.bytes, dtype=torch.uint8, device=self._carrier)
+        if message.peer not in used:
+            used[message.peer] = self._free.pop() if self._free else self._fresh()
+        return used[message.peer][message.start : message.start + message.bytes]
 
     def _fresh(self) -> Tensor:
         return torch.empty(self._size, dtype=torch.uint8, device=self._carrier, pin_memory=self._pinned)
@@ -276,7 +281,7 @@ class PeerSender:
     ) -> None:
         self._tensors, self._device, self._group = tensors, device, group
         self._ranks = len(plan.spec.sources)  # workers come after them
-        self._rounds = _Rounds(plan, source=rank)
+        self._rounds = _Rounds(plan, device.type == group.device.type, source=rank)
         self._header = _Header(plan.digest, group)
 
     def offer(self, version: int) -> dict[str, Any]:
@@ -302,7 +307,7 @@ class PeerSender:
             for message in each.messages:
                 content = self._own(message)
                 if content is None:
-                    content = message.place(buffers.of(message.peer, used))
+                    content = buffers.room(message, used)
                     for copy, part in self._rounds.parts(content, message):
                         part.copy_(self._tensors[copy.source][copy.source_slices])
                 sends.append((self._ranks + message.peer, message.tag, content))
@@ -320,55 +325,71 @@ class PeerSender:
 
     def _own(self, message: _Message) -> Tensor | None:
         """The content where it lies, None if it has to be packed first."""
-        if not message.alone:
+        if message.start is not None:
             return None
         (copy,) = message.copies
         part = self._tensors[copy.source][copy.source_slices]
-        as_it_is = self._group.takes(part) and part.dtype == self._rounds.dtype(copy)
-        return _bytes_of(part) if as_it_is else None
+        return _bytes_of(part) if self._group.takes(part) else None
+
+
+@dataclass(frozen=True)
+class _Receiving:
+    """A round that a worker has begun to receive. packed: messages that go on from a buffer; used: those buffers."""
+
+    round: _Round
+    works: list[dist.Work]
+    packed: list[tuple[_Message, Tensor]]
+    used: dict[int, Tensor]
 
 
 class PeerReceiver:
     def __init__(self, plan: SyncPlan, worker: int, device: torch.device, group: Group) -> None:
         self._group = group
-        self._rounds = _Rounds(plan, target=worker)
+        self._rounds = _Rounds(plan, device.type == group.device.type, target=worker)
         self._header = _Header(plan.digest, group)
         self._buffers = _Buffers(self._rounds.largest, device, group.device)
         self._coming: deque[_Round] = deque()
+        self._begun: deque[_Receiving] = deque()
 
     def open(self, offers: Mapping[int, Mapping[str, Any]], version: int) -> None:
         stale = [rank for rank in self._rounds.peers if offers.get(rank, {}).get("version", version) != version]
         if stale:
             raise InfrastructureError(f"weight sync: ranks {stale} do not offer version {version}")
         self._header.exchange(version, self._rounds.peers, "rank", 0)
-        self._coming = deque(self._rounds.rounds)
+        self._coming, self._begun = deque(self._rounds.rounds), deque()
 
     def fetch(self, copies: Iterable[Copy], destination: Destination) -> int:
         copies = tuple(copies)
         if not copies:
             return 0
-        if not self._coming or self._coming[0].copies != copies:
+        following = self._begun[0].round if self._begun else next(iter(self._coming), None)
+        if following is None or following.copies != copies:
             raise RuntimeError("fetch() takes the rounds of this worker one by one, in the plan's order")
-        messages = self._coming.popleft().messages
+        while self._coming and len(self._begun) < _UNDER_WAY:
+            self._begin(self._coming.popleft(), destination)
+        begun = self._begun.popleft()
+        self._group.wait(begun.works)
+        for message, content in begun.packed:
+            for copy, part in self._rounds.parts(content, message):
+                destination(copy).copy_(part)
+        self._buffers.give_back(begun.used.values())
+        return sum(message.bytes for message in begun.round.messages)
+
+    def _begin(self, each: _Round, destination: Destination) -> None:
         receives, packed = [], []
         used: dict[int, Tensor] = {}  # by peer
-        for message in messages:
-            place = destination(message.copies[0]) if message.alone else None
+        for message in each.messages:
+            place = destination(message.copies[0]) if message.start is None else None
             if place is not None and self._group.takes(place):
                 content = _bytes_of(place)
             else:
-                content = message.place(self._buffers.of(message.peer, used))
+                content = self._buffers.room(message, used)
                 packed.append((message, content))
             receives.append((message.peer, message.tag, content))
-        self._group.wait(self._group.exchange((), receives))
-        for message, content in packed:
-            for copy, part in self._rounds.parts(content, message):
-                destination(copy).copy_(part)
-        self._buffers.give_back(used.values())
-        return sum(message.bytes for message in messages)
+        self._begun.append(_Receiving(each, self._group.exchange((), receives), packed, used))
 
     def finish(self) -> None:
-        if self._coming:
+        if self._coming or self._begun:
             raise RuntimeError("finish() comes after the last round")
         self._buffers.clear()
 
