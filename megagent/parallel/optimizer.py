@@ -46,7 +46,8 @@ class Optimizer:
 def build(config: Config, stage: Stage, task: Task) -> Optimizer:
     """AdamW over this rank's parameters; biases and norms are not decayed (Megatron's rule).
 
-    task: rl takes the rate and decay of config.trainer, counted in iterations, critic the same with a rate of its own;
+    task: rl takes the rate and decay of config.trainer, counted in iterations that it learns in, critic the same with a
+    rate of its own;
     sft takes those of config.sft, to 0 by a cosine, counted in optimizer steps.
     """
     trainer = config.trainer
@@ -73,6 +74,8 @@ def build(config: Config, stage: Stage, task: Task) -> Optimizer:
         if task == "sft"
         else (trainer.lr_warmup_iterations, trainer.iterations)
     )
+    if task == "rl" and config.has_critic:
+        length -= config.critic.warmup_iterations  # in which the policy, and so its rate, stands still
     length = max(length, warmup + 1)
     schedule = OptimizerParamScheduler(
         megatron,
