@@ -101,6 +101,11 @@ def algo_problems(config: Config) -> list[str]:
             f"algo.kl_estimator={algo.kl_estimator}: a reward has no gradient that + could change; use "
             f"algo.kl_estimator={algo.kl_estimator.removesuffix('+')}"
         )
+    if algo.kl_in == "reward" and algo.kl_coef and algo.estimator == "step_returns":
+        problems.append(
+            "algo.kl_in=reward: the KL is charged to a row's score, and algo.estimator=step_returns reads only returns; "
+            "use algo.kl_in=loss"
+        )
     if algo.dual_clip and algo.loss != "ppo":
         problems.append(f"algo.dual_clip={algo.dual_clip}: algo.loss={algo.loss} has no dual clip; leave it 0")
     if 0 < algo.dual_clip <= 1:

@@ -45,6 +45,7 @@ def test_every_choice_is_of_a_key_that_exists_and_may_have_its_default() -> None
         ({"kl_target": 0.1}, "algo.kl_target=0.1: the coefficient adapts where the KL is part of the reward"),
         ({"kl_target": 0.1, "kl_in": "reward", "kl_coef": 0.0}, "algo.kl_coef=0 would stay 0 for ever"),
         ({"kl_in": "reward", "kl_estimator": "k3+"}, "use algo.kl_estimator=k3"),
+        ({"kl_in": "reward", "kl_estimator": "k1", "estimator": "step_returns"}, "use algo.kl_in=loss"),
         ({"loss": "gspo", "dual_clip": 3.0}, "algo.loss=gspo has no dual clip; leave it 0"),
         ({"dual_clip": 0.5}, "algo.dual_clip=0.5: at a ratio of 1 it would hold back every bad token"),
     ],
