@@ -416,6 +416,13 @@ def _check_environment(config: Config, faults: Faults) -> None:
 
 
 def _check_lengths_of_training(config: Config, faults: Faults) -> None:
+    warmup, iterations = config.critic.warmup_iterations, config.trainer.iterations
+    sound = faults.sound("algo.estimator", "critic.warmup_iterations", "trainer.iterations")
+    if sound and config.has_critic and warmup >= iterations:
+        faults.add(
+            f"critic.warmup_iterations={warmup}: the policy would learn in none of trainer.iterations={iterations}; "
+            "use fewer"
+        )
     sft = config.sft
     if faults.sound("sft.steps", "sft.warmup_steps") and sft.warmup_steps >= sft.steps:
         faults.add(f"sft.warmup_steps={sft.warmup_steps}: leaves none of sft.steps={sft.steps} at full lr; lower it")

@@ -33,6 +33,7 @@ from tests.config_faults import QWEN_7B, only_problem, problems
         ("trainer.clip_grad=inf", "more than 0"),
         ("algo.gamma=1.01", "at least 0 and at most 1"),
         ("algo.clip=1", "more than 0 and less than 1"),
+        ("algo.sampler_ratio_max=0.9", "at least 1"),
         ("trainer.adam_beta1=1", "at least 0 and less than 1"),
         ("trainer.test_freq=0", "at least 1"),
         ("rollout.memory_fraction=1.1", "more than 0 and at most 1"),
@@ -286,6 +287,10 @@ def test_a_catalogue_that_is_neither_folder_nor_file_is_refused() -> None:
 
 def test_a_warm_up_longer_than_the_training_is_refused() -> None:
     assert "sft.warmup_steps=50" in only_problem("sft.steps=50")
+
+
+def test_a_critic_that_learns_alone_to_the_end_is_refused() -> None:
+    assert "in none" in only_problem("algo=ppo", "trainer.iterations=7", "critic.warmup_iterations=7")
 
 
 # --- all at once -----------------------------------------------------------------------------------------------------

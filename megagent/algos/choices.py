@@ -83,12 +83,6 @@ def algo_problems(config: Config) -> list[str]:
             f"algo.adjust={algo.adjust}: {_MISREAD[algo.adjust]}, and algo.estimator=gae runs along the steps; use "
             "algo.adjust=pad"
         )
-    warmup = config.critic.warmup_iterations
-    if config.has_critic and warmup >= config.trainer.iterations:
-        problems.append(
-            f"critic.warmup_iterations={warmup}: the policy would learn in none of trainer.iterations="
-            f"{config.trainer.iterations}; use fewer"
-        )
     if algo.kl_target and algo.kl_in != "reward":
         problems.append(
             f"algo.kl_target={algo.kl_target}: the coefficient adapts where the KL is part of the reward; set "
@@ -103,8 +97,8 @@ def algo_problems(config: Config) -> list[str]:
         )
     if algo.kl_in == "reward" and algo.kl_coef and algo.estimator == "step_returns":
         problems.append(
-            "algo.kl_in=reward: the KL is charged to a row's score, and algo.estimator=step_returns reads only returns; "
-            "use algo.kl_in=loss"
+            "algo.kl_in=reward: the KL is charged to a row's score, and algo.estimator=step_returns reads its return "
+            "alone; use algo.kl_in=loss"
         )
     if algo.dual_clip and algo.loss != "ppo":
         problems.append(f"algo.dual_clip={algo.dual_clip}: algo.loss={algo.loss} has no dual clip; leave it 0")

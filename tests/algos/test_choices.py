@@ -59,15 +59,6 @@ def test_all_problems_are_told_together() -> None:
     assert len(problems(kl_target=0.1, dual_clip=0.5, estimator="gae", adjust="copy")) == 3
 
 
-def test_a_warm_up_of_the_critic_must_end_within_the_run() -> None:
-    config = Config(algo=AlgoConfig(estimator="gae"))
-    config.trainer.iterations = config.critic.warmup_iterations = 7
-    [problem] = algo_problems(config)
-    assert "critic.warmup_iterations=7: the policy would learn in none of trainer.iterations=7" in problem
-    config.algo.estimator = "gigpo"  # has no critic
-    assert algo_problems(config) == []
-
-
 def test_over_the_tokens_of_a_step_any_adjustment_will_do() -> None:
     for adjustment in choices.ADJUSTMENTS:
         assert problems(estimator="gae", gae_over="tokens", adjust=adjustment) == []
