@@ -33,14 +33,14 @@ EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 2 for something the user can put right, 130 after Ctrl-C."""
-    parser = _parser()
-    # argparse takes positional arguments in one piece only; those after an option are overrides all the same.
-    chosen, rest = parser.parse_known_args(arguments)
-    if chosen.command is None:
-        parser.print_help()
-        return 0
-    overrides = [*getattr(chosen, "overrides", []), *rest]
     try:
+        parser = _parser()
+        # argparse takes positional arguments in one piece only; those after an option are overrides all the same.
+        chosen, rest = parser.parse_known_args(arguments)
+        if chosen.command is None:
+            parser.print_help()
+            return 0
+        overrides = [*getattr(chosen, "overrides", []), *rest]
         if chosen.command == "convert":
             signal.signal(signal.SIGTERM, _terminated)
             return convert.run(chosen, rest)

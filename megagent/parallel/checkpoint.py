@@ -25,6 +25,7 @@ from megagent.errors import MegagentError
 from megagent.parallel.critic import Critic
 from megagent.parallel.learner import Learner
 from megagent.parallel.policy import Policy
+from megagent.parallel.unpickling import weights_only
 
 # What Megatron 0.16 and 0.19 and torch raise for files that are damaged, cut short or not there.
 _UNREADABLE = (CheckpointingException, CheckpointException, OSError, KeyError, EOFError, UnpicklingError)
@@ -85,7 +86,8 @@ def load(policy: Policy, folder: Path, critic: Critic | None = None) -> int:
     policy.reference.keep()
     for learner, part in _parts(policy, critic, source):
         try:
-            state = dist_checkpointing.load(_sharded(learner, loading=True), str(part))
+            with weights_only():
+                state = dist_checkpointing.load(_sharded(learner, loading=True), str(part))
         except _UNREADABLE as error:
             raise MegagentError(
                 f"{part} cannot be loaded ({_first_line(error)}); name an older checkpoint in {folder / _LATEST}"
@@ -132,7 +134,8 @@ def _layout(learner: Learner) -> dict[str, Any]:
 def _check_layout(policy: Policy, source: Path) -> None:
     """Raises MegagentError if the checkpoint's content is not what this run's configuration makes of it."""
     try:
-        stored = dist_checkpointing.load_common_state_dict(str(source)).get("layout", {})
+        with weights_only():
+            stored = dist_checkpointing.load_common_state_dict(str(source)).get("layout", {})
     except _UNREADABLE:
         return  # said better by what comes next
     differing = [

@@ -12,6 +12,7 @@ from megagent.batch import StepBatch
 from megagent.config import Config
 from megagent.errors import MegagentError
 from tests.parallel import families, jobs
+from tests.parallel.convert.folders import plant
 from tests.parallel.pool import JobFailed, RankPool
 
 pytestmark = pytest.mark.slow
@@ -153,3 +154,21 @@ def test_a_damaged_checkpoint_is_refused_by_name(ranks: RankPool, tiny_model: Pa
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(JobFailed, match="iteration_0000003 cannot be loaded"):
         ranks.run(resumed_job, 1, config=jobs.make_config(tiny_model), rows=jobs.make_rows(), folder=str(tmp_path))
+
+
+def planted_job(start: jobs.Start, config: Config, folder: str, harm: Path) -> str:
+    rank = start(config)
+    rank.save(folder, 1)
+    plant(Path(folder) / "iteration_0000001", harm)
+    try:
+        rank.load(folder)
+    except MegagentError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_checkpoint_holds_is_not_run(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
+    config, folder = jobs.make_config(tiny_model), tmp_path / "checkpoints"
+    (said,) = ranks.run(planted_job, 1, config=config, folder=str(folder), harm=tmp_path / "owned")
+    assert "cannot be loaded" in said
+    assert not (tmp_path / "owned").exists()

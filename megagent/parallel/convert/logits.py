@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megagent.errors import MegagentError
 from megagent.parallel.convert.stored import Stored
+from megagent.parallel.unpickling import weights_only
 
 TOLERANCE = 1e-5  # of the largest logit, in fp32
 LARGEST = 2_000_000_000  # parameters that fit where somebody just wants to know
@@ -84,15 +84,10 @@ def _by_megatron(stored: Stored, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _loading(folder: Path, by: str) -> Iterator[None]:
-    """Somebody else's loader at a checkpoint that may be anyone's.
-
-    PyTorch unpickles the layers' own states in it without asking what they are, unless it is told not to.
-    """
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+    """Somebody else's loader at a checkpoint that may be anyone's."""
     try:
-        yield
+        with weights_only():
+            yield
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         failures = error.failures.values() if isinstance(error, CheckpointException) else ()
         reason = str(next((failure[0] for failure in failures), error)).strip() or type(error).__name__
@@ -102,5 +97,3 @@ def _loading(folder: Path, by: str) -> Iterator[None]:
             f"{by} cannot load {folder} ({reason.splitlines()[0][:200]}); take another copy, or leave --logits out: "
             "the tensors have been compared"
         ) from error
-    finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})

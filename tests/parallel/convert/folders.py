@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -88,3 +89,17 @@ class Harmful:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.path),)
+
+
+def plant(checkpoint: Path, harm: Path) -> None:
+    """Layers' own states, which are no tensors, become something that makes `harm` where it is unpickled carelessly."""
+    state = io.BytesIO()
+    torch.save([Harmful(harm)], state)
+
+    def change(metadata: dcp.Metadata) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.offset is None:
+                (checkpoint / info.relative_path).write_bytes(state.getvalue())
+                info.offset, info.length = 0, len(state.getvalue())
+
+    edit(checkpoint, change)

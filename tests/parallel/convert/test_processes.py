@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -13,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp
 
 from megagent.config import Config
 from megagent.parallel.convert import conversion, logits
 from megagent.parallel.convert.conversion import Options
 from megagent.parallel.degrees import Degrees
 from tests.parallel import families, jobs
-from tests.parallel.convert.folders import QUIET, Harmful, edit, random_weights, read_folder, same, write_folder
+from tests.parallel.convert.folders import QUIET, plant, random_weights, read_folder, same, write_folder
 from tests.parallel.pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -46,7 +44,6 @@ def there(model: Path) -> Path:
 
 def loading_job(start: jobs.Start, configs: list[Config], checkpoints: list[str]) -> list[list[str]]:
     """For each configuration: the parameters that Megatron's own loader makes different from those of the folder."""
-    import torch
     from megatron.core import dist_checkpointing
 
     found = []
@@ -115,17 +112,8 @@ def test_logits_of_megatron_are_those_of_transformers(models: dict[str, Path]) -
 
 def test_logits_are_not_worth_running_what_a_checkpoint_holds(models: dict[str, Path], tmp_path: Path) -> None:
     """PyTorch would unpickle the layers' own states, which are no tensors, with everything allowed."""
-    state = io.BytesIO()
-    torch.save([Harmful(tmp_path / "owned")], state)
     checkpoint = conversion.to_megatron(models[DENSE], tmp_path / "there", Degrees(), QUIET)
-
-    def plant(metadata: dcp.Metadata) -> None:
-        for index, info in metadata.storage_data.items():
-            if index.offset is None:
-                (checkpoint / info.relative_path).write_bytes(state.getvalue())
-                info.length = len(state.getvalue())
-
-    edit(checkpoint, plant)
+    plant(checkpoint, tmp_path / "owned")
     code = "import sys; from megagent.cli import main; sys.exit(main(['convert', 'verify', *sys.argv[1:], '--logits']))"
     ended = run(code, models[DENSE], checkpoint)
     assert ended.returncode == 2
