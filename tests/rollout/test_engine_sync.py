@@ -215,7 +215,7 @@ def stuck(tmp_path: Path) -> Iterator[tuple[Pair, int]]:
 def test_a_sender_that_hangs_in_the_middle_ends_the_engine_at_its_deadline(stuck: tuple[Pair, int]) -> None:
     pair, version = stuck
     pair.engine._timeout_s = 10.0
-    with pytest.raises(InfrastructureError, match=f"update to weights version {version} failed.*took longer than 10 s"):
+    with pytest.raises(InfrastructureError, match="unusable: .* took longer than 10 s"):
         pair.run(pair.move(version))
     with pytest.raises(InfrastructureError, match="unusable"):
         pair.generate()
