@@ -228,7 +228,10 @@ def test_a_receiver_that_dies_in_the_middle_fails_the_senders(stuck: tuple[Pair,
     pair, version = stuck
 
     async def kill_in_the_middle() -> Any:
-        moving = asyncio.create_task(pair.move(version))
+        # The ranks' offers are read before anybody else listens to them.
+        update = pair.trainers.update(version)
+        pair.trainers.ask("send", version)
+        moving = asyncio.create_task(pair.engine.receive(update))
         assert await asyncio.to_thread(pair.trainers.answer, 1) == "waiting"
         os.kill(pair.engine.processes[0], signal.SIGKILL)
         pair.trainers.tell(1, "go on")
