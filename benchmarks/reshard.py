@@ -2,7 +2,8 @@
 
 A model of Qwen2.5-0.5B's shape with random weights in bf16, tensor parallel on both sides, all processes alive from the
 start and taking turns. Timed from the trainers' offer to where the shards stand in the workers; the packing that vLLM's
-CPU kernels need afterwards is the same for every way, and reported apart.
+CPU kernels need is much the same for every way, and reported apart: its seconds are taken off. What Gloo moves while a
+layer packs is hidden in them, so its sync can beat the plain copy.
 
     plain    each trainer's bytes for each worker lie in one piece of shared memory, or go in one message of Gloo, to
              one piece of the worker's memory: no tensors, no layers, and memory that has been touched before

@@ -4,8 +4,8 @@
 
 All families, tied and untied, from TP 1, 2, 4 x PP 1, 2 x VPP 1, 2 (mixtures x EP 1, 2) to engines of TP 1, TP 2, PP 2
 (mixtures: EP 2), through shared memory and through Gloo. After each sync the workers' parameters are what the layout
-says and what vLLM loads from the exported weights, bit by bit, greedy log-probs are transformers' to 1e-4 in fp32, and
-each worker got the bytes that it holds, once. Bar: no sync fails.
+says and what vLLM loads from the exported weights, bit by bit, greedy log-probs are transformers' to 1e-4 in fp32 (not
+of EP 2, which vLLM on CPUs cannot compute with), and each worker got the bytes that it holds, once. Bar: no sync fails.
 """
 
 from __future__ import annotations
