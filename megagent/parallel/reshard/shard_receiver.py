@@ -146,7 +146,7 @@ class ShardReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if found != wanted:
             raise MegagentError(
                 "this engine has (tensor, pipeline, expert parallel) = "
-                f"{found}, and the trainer's terms say {wanted}; start it as rollout.tp, rollout.pp say."
+                f"{found}, and the trainer's terms say {wanted}; start the engine with those."
             )
         if parallel.data_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
             raise MegagentError(
