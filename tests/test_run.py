@@ -65,6 +65,21 @@ def test_an_export_on_the_way_has_a_folder_of_its_own_which_a_later_one_replaces
         assert not list(folder.root.glob(".export*"))
 
 
+def test_an_export_that_a_kill_came_before_is_made_up_for_when_the_run_goes_on(tmp_path: Path) -> None:
+    config = Config()
+    config.trainer.run_dir, config.trainer.iterations, config.trainer.export_freq = str(tmp_path / "run"), 6, 2
+    with RunFolder.create(config) as folder:
+        run = run_in(folder, config)
+        owed = []
+        for finished in (0, 2, 3, 6):
+            run.finished = finished
+            owed.append(finished > 0 and run.owes_export)
+        assert owed == [False, True, False, False]
+        run.finished = 2
+        run.export(2)
+        assert not run.owes_export
+
+
 class Scorer:
     """Stands in for the ranks: its log-probs are `off` away from the engine's on the second row."""
 
