@@ -85,6 +85,11 @@ class Run:
         every = self.config.trainer.export_freq
         return every > 0 and iteration % every == 0 and not self._is_last(iteration)
 
+    @property
+    def owes_export(self) -> bool:
+        """Whether this run was killed between a checkpoint and the export of the same iteration."""
+        return self.exports(self.finished) and not self.folder.export_of(self.finished).exists()
+
     def _is_last(self, iteration: int) -> bool:
         return iteration == self.config.trainer.iterations
 

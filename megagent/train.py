@@ -15,6 +15,8 @@ def train(run: Run) -> None:
     run.sync()
     if run.starts_fresh:
         run.validate(iteration=0)
+    elif run.owes_export:
+        run.export(run.finished)
     for iteration in run.iterations():  # starts where the newest checkpoint ends
         with run.phase("rollout", total=run.episodes_per_iteration) as progress:
             episodes = run.collect(iteration, progress)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megagent.config import Config
 from megagent.errors import MegagentError
 from megagent.observe.run_folder import RunFolder
 from megagent.run import Run
+from megagent.train import train
 
 
 class Exporter:
@@ -63,6 +65,25 @@ def test_an_export_on_the_way_has_a_folder_of_its_own_which_a_later_one_replaces
         assert (folder.root / "exports" / "iteration_0000002" / "weights").read_text() == "2"
         assert (folder.root / "export" / "weights").read_text() == "3"
         assert not list(folder.root.glob(".export*"))
+
+
+def test_an_export_that_a_kill_came_before_is_made_up_for_when_the_run_goes_on(tmp_path: Path) -> None:
+    config = Config()
+    config.trainer.run_dir, config.trainer.iterations, config.trainer.export_freq = str(tmp_path / "run"), 6, 2
+    with RunFolder.create(config) as folder:
+        run = run_in(folder, config)
+        owed = []
+        for finished in (0, 2, 3, 6):
+            run.finished = finished
+            owed.append(finished > 0 and run.owes_export)
+        assert owed == [False, True, False, False]
+        run.finished = 2
+        run.export(2)
+        assert not run.owes_export
+    verbs = Mock(starts_fresh=False, owes_export=True, finished=2)
+    verbs.iterations.return_value = []
+    train(verbs)
+    assert verbs.export.call_args_list == [call(2), call()]
 
 
 class Scorer:

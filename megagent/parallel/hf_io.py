@@ -216,7 +216,9 @@ class _Weights:
                 problems.append(f"{file}: {error}")
                 continue
             self._files[file] = handle.__enter__()
-            self._file_of |= dict.fromkeys(handle.keys(), file)
+            names = handle.keys()
+            problems += [f"{name} is in {self._file_of[name]} and in {file}" for name in names if name in self._file_of]
+            self._file_of |= dict.fromkeys(names, file)
         if problems:
             self.__exit__()
             raise MegagentError(
@@ -238,7 +240,10 @@ class _Weights:
                 f"{self.folder}: there is neither {_WEIGHTS} nor {_INDEX}; give a folder with weights in that format"
             )
         try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if any(Path(name).name != name for name in names):
+                raise ValueError("a file outside of the folder")
+            return names
         except (ValueError, KeyError, TypeError, AttributeError):
             raise MegagentError(f"{index} is not an index of safetensors files; download or copy it again") from None
 

@@ -92,6 +92,9 @@ def test_weights_are_cast_and_the_config_says_so(ranks: RankPool, tiny_model: Pa
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+AWAY = {"weight_map": {"model.norm.weight": "../part/gone.safetensors"}}
+
+
 def refusals(start: jobs.Start, config: Config, folders: list[str]) -> tuple[list[str], bool]:
     """A job: what loading each folder into a good model says, and whether the model is as it was."""
     from megagent.parallel import hf_io
@@ -120,7 +123,10 @@ def changed(folder: Path, to: Path) -> Iterator[dict[str, Tensor]]:
 def test_wrong_weights_are_refused_with_every_name_and_change_nothing(
     ranks: RankPool, tiny_model: Path, tmp_path: Path
 ) -> None:
-    bad = [tmp_path / name for name in ("many", "integers", "untied", "empty", "broken", "part", "index")]
+    bad = [
+        tmp_path / name
+        for name in ("many", "integers", "untied", "empty", "broken", "part", "index", "twice", "outside")
+    ]
     with changed(tiny_model, bad[0]) as tensors:
         del tensors["model.layers.3.self_attn.k_proj.bias"]
         del tensors["model.norm.weight"]
@@ -133,9 +139,19 @@ def test_wrong_weights_are_refused_with_every_name_and_change_nothing(
     bad[3].mkdir()
     bad[4].mkdir()
     (bad[4] / "model.safetensors").write_bytes(b"no header")
-    for broken, index in ((bad[5], {"weight_map": {"model.norm.weight": "gone.safetensors"}}), (bad[6], [])):
+    for broken, index in (
+        (bad[5], {"weight_map": {"model.norm.weight": "gone.safetensors"}}),
+        (bad[6], []),
+        (bad[8], AWAY),
+    ):
         broken.mkdir()
         (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    with changed(tiny_model, bad[7]) as tensors:
+        pass
+    (bad[7] / "model.safetensors").rename(bad[7] / "one.safetensors")
+    save_file({"model.norm.weight": torch.zeros(32)}, bad[7] / "two.safetensors")
+    names = dict.fromkeys(tensors, "one.safetensors") | {"lm_head.bias": "two.safetensors"}
+    (bad[7] / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     answers = ranks.run(refusals, 2, config=jobs.make_config(tiny_model, tp=2), folders=[str(path) for path in bad])
     for said, untouched in answers:
         assert untouched
@@ -151,7 +167,8 @@ def test_wrong_weights_are_refused_with_every_name_and_change_nothing(
         assert "there is neither model.safetensors nor model.safetensors.index.json" in said[3]
         assert "weights cannot be read" in said[4]
         assert "gone.safetensors" in said[5]
-        assert "is not an index" in said[6]
+        assert all("is not an index" in each for each in (said[6], said[8]))
+        assert "model.norm.weight is in one.safetensors and in two.safetensors" in said[7]
 
 
 def test_a_tied_output_layer_may_be_stored_twice(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def _difference(one: list[Block], other: list[Block]) -> tuple[float, int]:
         if a.dtype != b.dtype and torch.equal(_bits(a.to(narrow)), _bits(b.to(narrow))):
             continue
         unequal = _bits(a) != _bits(b) if a.dtype == b.dtype else a.to(narrow) != b.to(narrow)
-        apart = (a.double() - b.double())[unequal].abs()
+        apart = (a.double() - b.double())[unequal].abs().nan_to_num(nan=math.inf)  # from what is no number, or endless
         worst, count = max(worst, float(apart.max())), count + int(unequal.sum())
     return worst, count
 

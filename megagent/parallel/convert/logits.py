@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from megagent.parallel.convert.stored import Stored
 from megagent.parallel.unpickling import weights_only
 
 TOLERANCE = 1e-5  # of the largest logit, in fp32
+ROUNDED = 0.1  # the same, where the weights of one side are those of the other, rounded
 LARGEST = 2_000_000_000  # parameters that fit where somebody just wants to know
 _ROWS, _TOKENS = 2, 48
 
@@ -86,7 +88,8 @@ def _by_megatron(stored: Stored, tokens: Tensor) -> Tensor:
 def _loading(folder: Path, by: str) -> Iterator[None]:
     """Somebody else's loader at a checkpoint that may be anyone's."""
     try:
-        with weights_only():
+        with weights_only(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of what Megatron calls in torch
             yield
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         failures = error.failures.values() if isinstance(error, CheckpointException) else ()

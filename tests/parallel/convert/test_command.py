@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megagent.cli import main
+from megagent.parallel.convert import logits
 from megagent.parallel.convert.command import _bytes
 from megagent.parallel.convert.progress import Progress
 from tests.parallel.convert.folders import random_weights, read_folder, same, write_folder
@@ -47,6 +48,19 @@ def test_inspect_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         assert line in printed
     assert len([line for line in printed.splitlines() if len(line.partition("  ")[0]) == 64]) == 50
+
+
+@pytest.mark.parametrize(
+    ("dtype", "apart", "status"),
+    [("bf16", 1e-6, 0), ("bf16", 1e-4, 1), ("fp32", 1e-2, 0), ("fp32", 0.5, 1), ("fp32", float("nan"), 1)],
+)
+def test_logits_may_be_apart_as_far_as_the_dtypes_explain(
+    dtype: str, apart: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logits, "largest_difference", lambda *_: apart)
+    source, there = write_folder(tmp_path / "model", "qwen2"), tmp_path / "there"
+    assert convert("hf-to-megatron", source, there, "--workers", 1, "--dtype", dtype) == 0
+    assert convert("verify", source, there, "--logits") == status
 
 
 def test_verify_of_different_weights_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

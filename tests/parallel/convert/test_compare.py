@@ -42,6 +42,14 @@ def test_the_sign_of_a_zero_and_the_bits_of_a_nan_count(tmp_path: Path) -> None:
     assert len(compared(source, write_folder(tmp_path / "other", "qwen2", weights)).differing) == 1
 
 
+def test_a_weight_that_is_no_number_is_as_far_off_as_can_be(tmp_path: Path) -> None:
+    weights = random_weights("qwen2")
+    source = write_folder(tmp_path / "model", "qwen2", weights)
+    weights["model.norm.weight"][0] = float("nan")
+    (sentence,) = compared(source, write_folder(tmp_path / "other", "qwen2", weights)).differing
+    assert sentence == "model.norm.weight differs in 1 of 8 values, by up to inf"
+
+
 def test_rounding_is_told_from_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "BLOCK", 24)
     source = write_folder(tmp_path / "model", "qwen2", random_weights("qwen2", torch.float32))
