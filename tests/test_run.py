@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megagent.config import Config
 from megagent.errors import MegagentError
 from megagent.observe.run_folder import RunFolder
 from megagent.run import Run
+from megagent.train import train
 
 
 class Exporter:
@@ -78,6 +80,10 @@ def test_an_export_that_a_kill_came_before_is_made_up_for_when_the_run_goes_on(t
         run.finished = 2
         run.export(2)
         assert not run.owes_export
+    verbs = Mock(starts_fresh=False, owes_export=True, finished=2)
+    verbs.iterations.return_value = []
+    train(verbs)
+    assert verbs.export.call_args_list == [call(2), call()]
 
 
 class Scorer:
